@@ -27,7 +27,10 @@ from loopscope.studies.study_file import expand_study
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "does not list 'final'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
-        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "gate_channels need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]', 'objective = ["random_depth"]\ngate_weight = [0.5]', "without a list of objectives"),
+        ('gate = ["none", "mlp"]', 'objective = ["gate_channels"]', "does not list 'gate_channels'"),
+        ('gate = ["none", "mlp"]', "gate_weight = [1.5]", "expected a number <= 1"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "max_drop: expected a number < 1"),
         ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
@@ -62,6 +65,32 @@ def test_gates_that_are_trained_apart(tmp_path: Path) -> None:
     study = one_run(tmp_path, apart)
     study.write_text(study.read_text().replace('reference = { gate = "none"', 'reference = { gate = "linear"'))
     with pytest.raises(ls.UserError, match="not among its runs with seed 0"):
+        planned(study)
+
+
+def test_the_channels_of_a_gate_are_lists(tmp_path: Path) -> None:
+    """Every run once, under names that tell them apart; joint training and a decoupled gate keep theirs."""
+    entry = """[[parts.runs]]
+gate = ["none", "mlp"]
+prior = [0.3]
+gate_weight = [0, 0.25, 1]
+gate_gradient = [0, 1]
+"""
+    study = one_run(tmp_path, entry)
+    text = study.read_text()
+    study.write_text(text[: text.index("[[parts.runs]]")] + entry)
+    ((*runs,),) = expand_study(str(study)).runs
+    assert [run.name.removeprefix("mano-geometric0.3-") for run in runs] == [
+        "fixed-s0",
+        "decoupled-mlp-b0.1-s0",
+        *("mlp-w0-g1-b0.1-s0", "mlp-w0.25-g0-b0.1-s0", "mlp-w0.25-g1-b0.1-s0", "mlp-w1-g0-b0.1-s0", "mlp-b0.1-s0"),
+    ]
+    assert [run.settings.objective.channels for run in runs[1:]] == [*product((0, 0.25, 1), (0, 1))]
+    assert len(planned(study).models) == 7
+    study.write_text(
+        study.read_text() + '\n[[parts.runs]]\nobjective = ["decoupled_gate"]\ngate = ["mlp"]\nprior = [0.3]\n'
+    )
+    with pytest.raises(ls.UserError, match=r"lists the run '.*decoupled-mlp-b0\.1-s0' twice"):
         planned(study)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loopscope.training.objectives import (
     LoopLosses,
+    LossFunction,
     Unrolling,
     depth_kl,
     depth_prior,
@@ -104,14 +105,15 @@ def test_objectives_by_hand() -> None:
     assert torch.isfinite(objective_loss(objective, torch.ones(24, 2), torch.zeros(24, 2)))
 
 
-def decoupled_gradients(objective: Objective, detached: bool = False) -> dict[str, Tensor]:
+def decoupled_gradients(objective: Objective | LossFunction, detached: bool = False) -> dict[str, Tensor]:
     """Of the first batch, on the first model of a run with a decoupled gate."""
     run = tiny_settings("objective.name=decoupled_gate", "model.gate=mlp")
     model = initial_model(run)
     losses, _, gate_logits, apart = AnswerLosses(model)(training_batches(run)(0), CPU)
     if detached:
         losses, gate_logits = losses.detach(), apart
-    load_objective(objective, 0)(LoopLosses(losses, gate_logits, 0, apart)).backward()  # type: ignore[no-untyped-call]
+    minimised = load_objective(objective, 0) if isinstance(objective, Objective) else objective
+    minimised(LoopLosses(losses, gate_logits, 0, apart)).backward()  # type: ignore[no-untyped-call]
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
@@ -126,6 +128,45 @@ def test_the_trunk_has_the_fixed_prior_s_gradients_and_a_decoupled_gate_the_join
     for name, value in {**trunk, **gate}.items():
         assert value.abs().max() > 0
         assert torch.equal(gradients[name], value), name
+
+
+def of_channels(weight: float, gradient: float) -> dict[str, Tensor]:
+    return decoupled_gradients(Objective(name="gate_channels", gate_weight=weight, gate_gradient=gradient, beta=0.3))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_each_channel_has_its_share_of_the_trunk_s_gradient_and_none_of_the_gate_s(
+    weight: float, gradient: float
+) -> None:
+    """From the decoupled gate to joint training, whose two channels add up; the gate learns the same everywhere."""
+    found, apart, joint = of_channels(weight, gradient), of_channels(0, 0), of_channels(1, 1)
+    weighed, reached = of_channels(1, 0), of_channels(0, 1)
+    for name, value in found.items():
+        if name.startswith("gate."):
+            assert torch.allclose(value, joint[name], rtol=1e-4, atol=1e-7), name
+            continue
+        by_weight, by_gradient = weighed[name] - apart[name], reached[name] - apart[name]
+        assert min(by_weight.abs().max(), by_gradient.abs().max()) > 1e-6
+        assert torch.allclose(value, apart[name] + weight * by_weight + gradient * by_gradient, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(joint[name], apart[name] + by_weight + by_gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("gradient", [0, 1])
+def test_one_channel_alone_to_the_bit(gradient: int) -> None:
+    """Written with the objectives that there were before: the fixed prior with a gate, and weights that are held."""
+
+    def by_hand(loops: LoopLosses) -> Tensor:
+        losses, read = loops.cross_entropy, loops.gate_logits if gradient else loops.detached_gate_logits
+        assert loops.gate_logits is not None
+        trunk = objective_loss(Objective(), losses, None)
+        if not gradient:
+            trunk = objective_loss(Objective(name="learned_gate", beta=0), losses, loops.gate_logits.detach())
+        return trunk + objective_loss(Objective(name="learned_gate", beta=0.3), losses.detach(), read)
+
+    found, expected = of_channels(1 - gradient, gradient), decoupled_gradients(by_hand)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("prior", ["uniform", "geometric"])

@@ -34,6 +34,8 @@ class _Objective(msgspec.Struct):
     beta: float = 0.0
     options: dict[str, Any] = {}
     truncated: int | None = None
+    gate_weight: float | None = None
+    gate_gradient: float | None = None
 
 
 class _Training(msgspec.Struct):
@@ -156,8 +158,11 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
         return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
         return f"fixed prior, {prior}"
-    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
-    return f"{apart}{gate_words}, {prior}, β {objective['beta']:g}"
+    if objective["name"] == "decoupled_gate":
+        gate_words = f"decoupled {gate_words}"
+    elif (weight := objective.get("gate_weight")) is not None:
+        gate_words += f" (weight {weight:g}, gradient {objective['gate_gradient']:g})"
+    return f"{gate_words}, {prior}, β {objective['beta']:g}"
 
 
 def _tidy(text: str) -> str:

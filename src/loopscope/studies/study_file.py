@@ -24,7 +24,16 @@ from loopscope.files import is_file, is_folder, no_folder, no_such_toml
 from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, require_values, weight_files
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import needs_labels
-from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_source
+from loopscope.training.settings import (
+    BUILT_IN,
+    GATE_CHANNELS,
+    Channels,
+    Objective,
+    RunSettings,
+    Share,
+    read_settings,
+    with_source,
+)
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Prior = Literal["uniform", "final"] | Lambda
@@ -41,14 +50,18 @@ _LISTED = ("objective", "model.gate", "training.seed")
 """Settings that the lists of `[[parts.runs]]` decide."""
 _PRIORS: tuple[Prior, ...] = ("uniform",)
 _BETAS = (0.1,)
-_USUAL = ("final", "fixed_prior", "learned_gate")
-"""Objectives that gate and prior decide."""
+_JOINT = (1.0,)
+_USUAL = ("final", "fixed_prior", "learned_gate", GATE_CHANNELS)
+"""Objectives that gate, prior, gate_weight and gate_gradient decide."""
+_Combination = tuple[str, GateKind, Prior | None, float | None, Channels | None, int]
+"""The objective, the gate, the prior, beta, how far the gate shapes the trunk, and the seed."""
 
 
 class RunGrid(Settings, frozen=True, kw_only=True):
     """Training runs: every combination of the lists. A gate is trained jointly; without one a run has a fixed prior.
 
-    `objective` says where it is otherwise: built-in ones that have a prior, or functions of one's own
+    `gate_weight` and `gate_gradient` say how far a gate shapes the trunk: 1 and 1 is joint training, 0 and 0 a
+    decoupled gate. `objective` lists other objectives: built-in ones that have a prior, or functions of one's own
     (module:function), which have neither prior nor beta.
     """
 
@@ -56,6 +69,8 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     gate: Some[GateKind] = ("none",)
     prior: Some[Prior] = _PRIORS  # "uniform", the lambda of a geometric prior, or "final": the last loop only
     beta: Some[NonNegative] = _BETAS  # of runs with a gate
+    gate_weight: Some[Share] = _JOINT  # of runs with a gate: how much of the trunk's loss weights is the gate's
+    gate_gradient: Some[Share] = _JOINT  # of runs with a gate: how much of the gate's gradient reaches the trunk
     seed: Some[Seed] = (0,)
     set: tuple[str, ...] = ()  # a.b=c, on top of the part's
     fit: bool = False  # fit the part's post-hoc gates to these trajectories
@@ -66,8 +81,10 @@ class RunGrid(Settings, frozen=True, kw_only=True):
         custom = {name for name in self.objective if name not in BUILT_IN}
         decided = ", ".join(name for name in self.objective if name in _USUAL)
         with_prior, usual = self.objective or {*self.gate} != {"none"}, (self.prior, self.beta) == (_PRIORS, _BETAS)
+        is_joint = self.gate_weight == self.gate_gradient == _JOINT
         require_values(
-            (not decided, f"objective does not list '{decided}': gate and prior decide it"),
+            (not decided, f"objective does not list '{decided}': gate, prior, gate_weight and gate_gradient decide it"),
+            (is_joint or not self.objective, "gate_weight and gate_gradient are of runs without a list of objectives"),
             (custom in (set(), {*self.objective}), "give a custom objective a [[parts.runs]] of its own"),
             (usual or not custom, "prior and beta are of the built-in objectives; a custom one has objective.options"),
             (not with_prior or "final" not in self.prior, "this objective needs a prior over all loops"),
@@ -265,12 +282,12 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
     source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
     runs: list[StudyRun] = []
     for entry in part.runs:
-        for name, gate, prior, beta, seed in _combinations(entry):
+        for name, gate, prior, beta, channels, seed in _combinations(entry):
             decided = [f"training.seed={seed}", f"model.gate={gate}"]
             if prior is None:
                 changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
             else:
-                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta)]
+                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
             settings = read_settings(source, overrides, of_study=[*part.set, *changes])
             settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
             task = part.name or type(settings.task).__name__.lower()
@@ -284,22 +301,28 @@ def usual_objective(gate: GateKind, prior: Prior) -> str:
     return "learned_gate" if gate != "none" else "final" if prior == "final" else "fixed_prior"
 
 
-def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
-    axes = (grid.gate, grid.prior, grid.beta, grid.seed)
+def _combinations(grid: RunGrid) -> list[_Combination]:
+    axes = (grid.gate, grid.prior, grid.beta, grid.gate_weight, grid.gate_gradient, grid.seed)
     count = prod(map(len, axes)) * max(1, len(grid.objective))
     if count > _MAX_RUNS:
         raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MAX_RUNS:,} at most.")
     if grid.objective and grid.objective[0] not in BUILT_IN:
-        return [(name, gate, None, None, seed) for name, gate, seed in product(grid.objective, grid.gate, grid.seed)]
-    runs = [
-        (objective or usual_objective(gate, prior), gate, prior, None if gate == "none" else beta, seed)
-        for objective, gate, prior, beta, seed in product(grid.objective or ("",), *axes)
-    ]
-    return list(dict.fromkeys(runs))  # without a gate every beta is the same run
+        lists = product(grid.objective, grid.gate, grid.seed)
+        return [(name, gate, None, None, None, seed) for name, gate, seed in lists]
+    runs: list[_Combination] = []
+    for objective, gate, prior, beta, weight, gradient, seed in product(grid.objective or ("",), *axes):
+        if gate == "none":
+            runs.append((objective or usual_objective(gate, prior), gate, prior, None, None, seed))
+        else:
+            channels = None if objective else Channels(weight, gradient)
+            runs.append((objective or GATE_CHANNELS, gate, prior, beta, channels, seed))
+    return list(dict.fromkeys(runs))  # without a gate every beta and channel is the same run
 
 
-def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
+def _objective_changes(objective: str, prior: Prior, beta: float | None, channels: Channels | None) -> list[str]:
     changes = [f"objective.name={objective}"]
+    if channels is not None:
+        changes += [f"objective.gate_weight={channels.weight}", f"objective.gate_gradient={channels.gradient}"]
     if beta is not None:
         changes.append(f"objective.beta={beta}")
     if prior == "uniform":
@@ -316,7 +339,9 @@ def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: f
         words = [objective.name.partition(":")[2], *options, *([] if gate == "none" else [gate]), f"s{seed}"]
         return re.sub(r"[^\w.-]", "_", "-".join(words))
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
-    if objective.name == "decoupled_gate":
+    if objective.name == GATE_CHANNELS:
+        family = f"{gate}-w{objective.gate_weight:g}-g{objective.gate_gradient:g}-b{beta:g}"
+    elif objective.name == "decoupled_gate":
         family = f"decoupled-{family}"
     elif objective.name == "random_depth":
         family = f"random-truncated{objective.truncated}" if objective.truncated else "random"

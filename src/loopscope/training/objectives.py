@@ -5,6 +5,8 @@
 - learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution;
 - decoupled_gate: the fixed prior's loss shapes the trajectory, and the gate learns the learned gate's from states and
   cross-entropies through which no gradient flows;
+- gate_channels: between these two. A learned gate shapes the trunk through two channels: q weighs the trunk's losses,
+  and the gate's own gradient reaches the states that it reads. Each has a share from 0 to 1;
 - random_depth: l_n, where the number of loops n is drawn from the prior at every step, and only n loops are run;
 - module:function: what a function of the user's makes of the same losses. It is imported here, and tried on made-up
   numbers before anything is written.
@@ -94,23 +96,33 @@ def expected_loops(objective: Objective, loops: int) -> float:
     return float(depth_prior(objective, loops).numpy() @ np.arange(1, loops + 1))
 
 
-def objective_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
+def objective_loss(
+    objective: Objective, losses: Tensor, gate_logits: Tensor | None, detached_gate_logits: Tensor | None = None
+) -> Tensor:
     """The mean built-in objective of a batch from its cross-entropies [T, B] and halt logits [T, B].
 
-    The halt logits of a decoupled gate are the detached ones; of a random depth only the last loop counts.
+    The detached halt logits are the same numbers, but their gradient ends at the gate; a gate learns from them as far
+    as its gradient does not reach the trunk. Of a random depth only the last loop counts.
     """
     if objective.name == "random_depth":
         return losses[-1].mean()
-    prior = depth_prior(objective, len(losses))
-    if objective.name == "learned_gate":
+    prior, channels = depth_prior(objective, len(losses)), objective.channels
+    if channels is None:
+        return expected_loss(losses, prior[:, None].to(losses)).mean()
+    if channels == (1, 1):
         return _gate_loss(objective, losses, gate_logits, prior)
-    fixed = expected_loss(losses, prior[:, None].to(losses)).mean()
-    if objective.name == "decoupled_gate":
-        return fixed + _gate_loss(objective, losses.detach(), gate_logits, prior)
-    return fixed
+    assert gate_logits is not None, "an objective with a gate needs a model with one"
+    exits = log_exit_distribution(gate_logits.detach().float()).exp()
+    weights = (1 - channels.weight) * prior[:, None].to(losses) + channels.weight * exits
+    loss = expected_loss(losses, weights).mean()
+    for share, logits in ((channels.gradient, gate_logits), (1 - channels.gradient, detached_gate_logits)):
+        if share > 0:
+            loss = loss + share * _gate_loss(objective, losses.detach(), logits, prior)
+    return loss
 
 
 def _gate_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None, prior: Tensor) -> Tensor:
+    """The learned gate's loss. On detached losses it is the gate's own, and its gradient ends where that of q does."""
     assert gate_logits is not None, "an objective with a gate needs a model with one"
     log_q = log_exit_distribution(gate_logits.float())
     penalty = depth_kl(log_q, prior.log()[:, None].to(log_q))
@@ -142,10 +154,7 @@ def load_objective(objective: Objective, seed: int, function: UserFunction | Non
     if objective.is_custom:
         current = load_code(objective.name, "objective", function)
         return lambda loops: _custom_loss(objective, current, seed, loops)
-    decoupled = objective.name == "decoupled_gate"
-    return lambda loops: objective_loss(
-        objective, loops.cross_entropy, loops.detached_gate_logits if decoupled else loops.gate_logits
-    )
+    return lambda loops: objective_loss(objective, loops.cross_entropy, loops.gate_logits, loops.detached_gate_logits)
 
 
 def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops: LoopLosses) -> Tensor:

@@ -6,10 +6,10 @@ with another text it is another run. Only training imports the module (`training
 code because a checkpoint's file names it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -38,19 +38,22 @@ from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
 from loopscope.user_code import is_user_name, source_sha256
 
-GATED = ("learned_gate", "decoupled_gate")
+GATE_CHANNELS = "gate_channels"
+GATED = ("learned_gate", "decoupled_gate", GATE_CHANNELS)
 """The objectives that train a gate."""
 BUILT_IN = ("final", "fixed_prior", *GATED, "random_depth")
 _CUSTOM = "module:function"
 _SETTINGS_OF = {
     **dict.fromkeys(("prior", "geometric_lambda", "beta"), BUILT_IN),
     "truncated": ("random_depth",),
+    **dict.fromkeys(("gate_weight", "gate_gradient"), (GATE_CHANNELS,)),
     **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
 }
 """The objectives that have a setting, by the setting's name."""
 
 DepthPrior = Literal["uniform", "geometric"]
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
 UserFunction = Callable[..., Any]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
@@ -60,13 +63,29 @@ SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>")
 NewVocabulary = Annotated[int, msgspec.Meta(ge=256 + len(SPECIAL_TOKENS), le=2**24)]
 
 
+class Channels(NamedTuple):
+    """How far a gate that is trained shapes the trunk, through each of its two channels."""
+
+    weight: Share  # of the trunk's loss weights that are the gate's; the rest is the prior's
+    gradient: Share  # of the gate's own gradient that reaches the trunk
+
+
+CORNERS = {Channels(1.0, 1.0): "learned_gate", Channels(0.0, 0.0): "decoupled_gate"}
+"""Both channels open and both closed: objectives with names of their own."""
+
+
 class Objective(Settings, frozen=True, kw_only=True):
-    """What training minimises; `training/objectives.py` computes it."""
+    """What training minimises; `training/objectives.py` computes it.
+
+    `gate_channels` at a corner is the objective that has this corner's name: the same run at the same address.
+    """
 
     name: str = "fixed_prior"  # built in, or module:function
     prior: DepthPrior = "geometric"
     geometric_lambda: Probability = 0.3
     beta: NonNegative = 0.1
+    gate_weight: Share | UnsetType = UNSET  # `Channels.weight` of gate_channels (default: 1)
+    gate_gradient: Share | UnsetType = UNSET  # `Channels.gradient` of gate_channels (default: 1)
     truncated: Count | UnsetType = UNSET  # loops that get a gradient under random_depth (default: all)
     options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the function
     source_sha256: str | UnsetType = UNSET  # of the function's module, as it was when the run began
@@ -85,6 +104,20 @@ class Objective(Settings, frozen=True, kw_only=True):
             if getattr(self, setting) not in (default, UNSET):
                 raise ValueError(f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'")
             msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
+        if self.name == GATE_CHANNELS and self.channels is not None:
+            shares: Iterable[float | UnsetType] = self.channels
+            if self.channels in CORNERS:
+                msgspec.structs.force_setattr(self, "name", CORNERS[self.channels])
+                shares = (UNSET, UNSET)
+            for setting, share in zip(("gate_weight", "gate_gradient"), shares, strict=True):
+                msgspec.structs.force_setattr(self, setting, share)
+
+    @property
+    def channels(self) -> Channels | None:
+        """Of an objective that trains a gate; None of others."""
+        if self.name == GATE_CHANNELS:
+            return Channels(*(1.0 if share is UNSET else share for share in (self.gate_weight, self.gate_gradient)))
+        return next((corner for corner, name in CORNERS.items() if name == self.name), None)
 
     @property
     def is_custom(self) -> bool:
@@ -129,7 +162,8 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
         is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
-        rule = f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        gated = f"{', '.join(GATED[:-1])} and {GATED[-1]}"
+        rule = f"{gated} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
         short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
         require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
 

@@ -153,9 +153,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return sum((part.sum() for part in parts if part is not None), torch.zeros((), device=self.args.device))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """A decoupled gate is clipped by itself, so that its gradients change no other step; sharded ones are not."""
+        """A gate whose gradient does not reach the trunk is clipped by itself, except where its weights are sharded."""
         whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-        if self.objective.name != "decoupled_gate" or self.accelerator.distributed_type not in whole:
+        channels = self.objective.channels
+        if channels is None or channels.gradient > 0 or self.accelerator.distributed_type not in whole:
             return super()._clip_grad_norm(model)
         own: Any = _base(self.model).looped.gate
         gate = set(own.parameters())
