@@ -34,8 +34,8 @@ class _Objective(msgspec.Struct):
     beta: float = 0.0
     options: dict[str, Any] = {}
     truncated: int | None = None
-    gate_weight: float | None = None
-    gate_gradient: float | None = None
+    gate_weight: float = 1.0
+    gate_gradient: float = 1.0
 
 
 class _Training(msgspec.Struct):
@@ -160,8 +160,8 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
         return f"fixed prior, {prior}"
     if objective["name"] == "decoupled_gate":
         gate_words = f"decoupled {gate_words}"
-    elif (weight := objective.get("gate_weight")) is not None:
-        gate_words += f" (weight {weight:g}, gradient {objective['gate_gradient']:g})"
+    elif objective["name"] == "gate_channels":
+        gate_words += f" (weight {objective['gate_weight']:g}, gradient {objective['gate_gradient']:g})"
     return f"{gate_words}, {prior}, β {objective['beta']:g}"
 
 

@@ -162,6 +162,17 @@ def _once(panel: Panel, height: float) -> Panel:
 
 
 @dataclass(frozen=True)
+class Dose:
+    """What one dose did: over seeds their mean and range, of one seed its value and interval."""
+
+    dose: float
+    value: float
+    low: float
+    high: float
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
 class Binning:
     """A quantity by loop, one line a difficulty, of one table a seed; from its first loop on."""
 
