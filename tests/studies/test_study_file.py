@@ -7,6 +7,7 @@ import pytest
 from tiny_study import TINY, changed, one_run, planned
 
 import loopscope as ls
+from loopscope.config import plain
 from loopscope.studies.study_file import expand_study
 
 
@@ -27,9 +28,12 @@ from loopscope.studies.study_file import expand_study
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "does not list 'final'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
-        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "gate_channels need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "act need model.gate = 'linear'"),
         ('gate = ["none", "mlp"]', 'objective = ["random_depth"]\ngate_weight = [0.5]', "without a list of objectives"),
         ('gate = ["none", "mlp"]', 'objective = ["gate_channels"]', "does not list 'gate_channels'"),
+        ('prior = ["uniform"]', 'prior = ["unifrom"]', "there is no prior 'unifrom'"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["act"]\nprior = [0.3]', "act has no prior"),
+        ('prior = ["uniform"]', 'prior = ["nowhere:f"]', "There is no module 'nowhere'"),
         ('gate = ["none", "mlp"]', "gate_weight = [1.5]", "expected a number <= 1"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "max_drop: expected a number < 1"),
@@ -92,6 +96,31 @@ gate_gradient = [0, 1]
     )
     with pytest.raises(ls.UserError, match=r"lists the run '.*decoupled-mlp-b0\.1-s0' twice"):
         planned(study)
+
+
+def test_priors_of_one_s_own_and_act_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "priors_of_a_study.py").write_text("def late(loops, step, steps):\n    return [0.0, 0.25, 0.75]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = """[[parts.runs]]
+prior = [0.3, "priors_of_a_study:late", [0.5, 0.25, 0.25]]
+
+[[parts.runs]]
+objective = ["act"]
+gate = ["linear", "mlp"]
+beta = [0.01]
+"""
+    study = one_run(tmp_path, entry)
+    text = study.read_text()
+    study.write_text(text[: text.index("[[parts.runs]]")].replace("reference", "# reference") + entry)
+    ((*runs,),) = expand_study(str(study)).runs
+    assert [run.name for run in runs] == [
+        *("mano-geometric0.3-fixed-s0", "mano-late-fixed-s0", "mano-weights0.5_0.25_0.25-fixed-s0"),
+        *("mano-act-linear-b0.01-s0", "mano-act-mlp-b0.01-s0"),
+    ]
+    late, weights, act = (run.settings.objective for run in (*runs[1:3], runs[4]))
+    assert (late.prior, weights.prior) == ("priors_of_a_study:late", (0.5, 0.25, 0.25))
+    assert late.prior_sha256
+    assert plain(act) == {"name": "act", "beta": 0.01}
 
 
 @pytest.mark.parametrize("name", ["mano", "paper"])

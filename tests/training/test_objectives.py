@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,10 +12,13 @@ from conftest import tiny_settings
 from hypothesis import given, settings
 from torch import Tensor
 
+import loopscope as ls
+from loopscope.readouts.signals import HALTED
 from loopscope.training.objectives import (
     LoopLosses,
     LossFunction,
     Unrolling,
+    act_weights,
     depth_kl,
     depth_prior,
     draw_unrolling,
@@ -132,6 +136,69 @@ def test_the_trunk_has_the_fixed_prior_s_gradients_and_a_decoupled_gate_the_join
 
 def of_channels(weight: float, gradient: float) -> dict[str, Tensor]:
     return decoupled_gradients(Objective(name="gate_channels", gate_weight=weight, gate_gradient=gradient, beta=0.3))
+
+
+@settings(max_examples=100)
+@given(logits)
+def test_the_weights_of_act_are_a_distribution_and_its_cost_is_n_and_the_remainder(values: list[float]) -> None:
+    gates = torch.tensor(values)[:, None].expand(-1, 3).clone().requires_grad_()
+    weights, cost = act_weights(gates)
+    assert (weights >= 0).all()
+    assert weights.sum(0).tolist() == pytest.approx([1] * 3, abs=1e-6)
+    halts, spent = torch.sigmoid(gates[:, 0]).tolist(), 0.0
+    for loop, halt in enumerate(halts, start=1):
+        if float(np.float32(1) - np.float32(1 - spent) + np.float32(halt)) >= HALTED or loop == len(halts):
+            break
+        spent += halt
+    assert cost.tolist() == pytest.approx([loop + 1 - spent] * 3, abs=1e-5)
+    assert (weights[loop:] == 0).all()
+    losses = torch.linspace(2, 0.1, len(values))[:, None].expand(-1, 3)
+    objective_loss(Objective(name="act"), losses, gates).backward()  # type: ignore[no-untyped-call]
+    assert gates.grad is not None
+    assert torch.isfinite(gates.grad).all()
+
+
+def test_act_by_hand() -> None:
+    """sigmoid(0) = 1/2, sigmoid(-log 3) = 1/4, sigmoid(log 999) = 0.999."""
+    half, quarter, all_of_it = 0.0, -math.log(3), math.log(999)
+    gates = torch.tensor([[quarter, all_of_it, quarter], [half, half, quarter], [half, half, quarter]]).requires_grad_()
+    weights, cost = act_weights(gates)
+    expected = [[0.25, 1, 0.25], [0.5, 0, 0.25], [0.25, 0, 0.5]]  # the last loop weighs what is left
+    assert weights.tolist() == [pytest.approx(row) for row in expected]
+    assert cost.tolist() == pytest.approx([3.25, 2, 3.5])
+    losses = torch.tensor([[3.0, 3.0, 3.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
+    loss = objective_loss(Objective(name="act", beta=0.1), losses, gates)
+    assert loss.item() == pytest.approx((2.0 + 0.325 + 3 + 0.2 + 1.75 + 0.35) / 3)
+    loss.backward()  # type: ignore[no-untyped-call]
+    slopes = [0.25 * 0.75 * (2 - 0.1) / 3, 0.5 * 0.5 * (1 - 0.1) / 3]  # (l_t - l_N - beta) h (1 - h), of three rows
+    assert gates.grad is not None
+    assert gates.grad[:, 0].tolist() == pytest.approx([*slopes, 0])
+    assert gates.grad[:, 1].tolist() == [0, 0, 0]  # it halts at once, and N has no gradient
+
+
+@pytest.mark.parametrize("name", ["fixed_prior", "learned_gate", "decoupled_gate", "gate_channels", "random_depth"])
+def test_weights_of_a_prior_are_those_of_the_prior_that_has_them(name: str) -> None:
+    geometric = Objective(name=name, geometric_lambda=0.3, **({"gate_weight": 0.5} if name == "gate_channels" else {}))  # type: ignore[arg-type]
+    listed = msgspec.structs.replace(geometric, prior=tuple(geometric_prior(0.3, 3).tolist()))
+    losses, gates = torch.rand(3, 5), torch.rand(3, 5)
+    found, expected = (objective_loss(each, losses, gates, gates) for each in (listed, geometric))
+    assert torch.equal(found, expected)
+    drawn = [[draw_unrolling(each, 3, 1, step) for step in range(20)] for each in (listed, geometric)]
+    assert drawn[0] == drawn[1]
+    assert expected_loops(listed, 3) == expected_loops(geometric, 3)
+    assert name == "random_depth" or found.item() > 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), loops)
+def test_only_distributions_over_all_loops_are_priors(weights: list[float], count: int) -> None:
+    total = math.fsum(weights)
+    listed = tuple(weight / total for weight in weights) if total > 0.1 else (1.0,)
+    objective = Objective(prior=listed)
+    if len(listed) == count:
+        assert depth_prior(objective, count).tolist() == list(listed)
+    else:
+        with pytest.raises(ls.UserError, match=f"it must give {count} weights, one for each loop, that are not neg"):
+            depth_prior(objective, count)
 
 
 @settings(max_examples=8, deadline=None)

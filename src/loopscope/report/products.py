@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
 from loopscope.errors import visible
-from loopscope.readouts.signals import STOPPER
+from loopscope.readouts.signals import OWN_GATES, STOPPER
 from loopscope.report import tables
 from loopscope.report.channels import channel_doses, channel_table
 from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
@@ -95,7 +95,7 @@ def _every_frontier(results: Results) -> Drawing | None:
     groups = every_group(results)
     best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
     known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
-    names = dict.fromkeys(["fixed", "gate", "oracle", *sorted(best, key=best.count, reverse=True), *known])
+    names = dict.fromkeys(["fixed", *OWN_GATES, "oracle", *sorted(best, key=best.count, reverse=True), *known])
     shown = [name for name in names if not name.startswith(STOPPER)]
     return frontiers([frontier_panel(label, readout_lines(seeds, shown), seeds) for label, seeds in groups])
 
