@@ -101,8 +101,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [["objective.name=final"], RANDOM, DECOUPLED, [*BETWEEN, "model.gate=mlp"]],
-    ids=["final", "random", "decoupled", "between"],
+    [["objective.name=final"], RANDOM, DECOUPLED, [*BETWEEN, "model.gate=mlp"], ["objective=act", "model.gate=mlp"]],
+    ids=["final", "random", "decoupled", "between", "act"],
 )
 def test_an_objective_validates_every_loop_and_interrupted_ends_bit_identical(
     changes: list[str], tmp_path: Path

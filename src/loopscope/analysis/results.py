@@ -155,7 +155,7 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
         return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
     if objective["name"] == "act":
         return f"{gate_words} by ACT, ponder cost {objective['beta']:g}"
-    prior = prior_words(objective)
+    prior = _prior_words(objective)
     if objective["name"] == "random_depth":
         return _tidy(f"random depth, {prior}") + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
@@ -167,7 +167,7 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     return _tidy(f"{gate_words}, {prior}, β {objective['beta']:g}")
 
 
-def prior_words(objective: dict[str, Any]) -> str:
+def _prior_words(objective: dict[str, Any]) -> str:
     """A depth prior: by its name, its weights, or the user's function."""
     prior = objective["prior"]
     if isinstance(prior, list):
