@@ -195,9 +195,9 @@ def diagnose_subject(
 
 def _readout_gap(subject: Subject, level: TargetLevel) -> Gap | None:
     """The model's own gate against the best readout on the same trajectory."""
-    if not subject.has_gate:
+    if subject.gate is None:
         return None
-    return gap_between(level.accuracy, subject.exit_by("gate"), subject.exit_by(), subject.test, subject.chance)
+    return gap_between(level.accuracy, subject.exit_by(subject.gate), subject.exit_by(), subject.test, subject.chance)
 
 
 def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) -> Gap | None:
