@@ -204,7 +204,8 @@ def gate_tensors(folder: Path) -> dict[str, str]:
 def weights_sha256(folder: Path) -> str:
     """What tells this model from any other: the hash of its weights, and of the configuration where it has one.
 
-    A run of LoopScope's own has none: `hashes.json` holds its configuration to what the run wrote.
+    A run of LoopScope's own has one only where the same weights can compute otherwise; `hashes.json` holds the rest.
     """
     config = read_config(folder)
-    return with_configuration(stored_sha256(folder), config.sha256 if isinstance(config, NetworkConfig) else None)
+    own = config.model.sha256 if isinstance(config, CheckpointConfig) else config.sha256
+    return with_configuration(stored_sha256(folder), own)

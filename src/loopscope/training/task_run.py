@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loopscope.config import plain
+from loopscope.config import Option, plain
 from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
@@ -22,7 +22,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
+from loopscope.training.settings import RunSettings, UserFunction, custom_objective, read_settings
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
 
