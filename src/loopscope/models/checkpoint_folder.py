@@ -160,6 +160,14 @@ class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
         return self.name is not UNSET
 
 
+def not_registered(name: str) -> UserError:
+    """What is said of a model whose class the user has not named."""
+    return UserError(
+        f"This is a model of the class '{name}', and LoopScope imports no code because a checkpoint names it; if you "
+        f"trust that module, add --with-model {name} (from Python: loopscope.register_model('{name}'))."
+    )
+
+
 class ModelType(msgspec.Struct, frozen=True):
     model_type: str
 

@@ -267,11 +267,15 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
     return msgspec.structs.replace(objective, source_sha256=found)
 
 
+def with_model_source(model: ModelSettings, given: type | None = None) -> ModelSettings:
+    """The same of a model of the user's; `given` is its class, where Python has it already."""
+    if not model.is_custom:
+        return model
+    recorded = None if model.source_sha256 is UNSET else model.source_sha256
+    return msgspec.structs.replace(model, source_sha256=source_sha256(str(model.name), "model", recorded, given))
+
+
 def with_sources(settings: RunSettings) -> RunSettings:
     """The settings with the hashes of all source texts that they name."""
-    model = settings.model
-    if model.is_custom:
-        assert isinstance(model.name, str)
-        recorded = None if model.source_sha256 is UNSET else model.source_sha256
-        model = msgspec.structs.replace(model, source_sha256=source_sha256(model.name, "model", recorded))
-    return msgspec.structs.replace(settings, model=model, objective=with_source(settings.objective))
+    model, objective = with_model_source(settings.model), with_source(settings.objective)
+    return msgspec.structs.replace(settings, model=model, objective=objective)
