@@ -25,8 +25,8 @@ from loopscope.engine.scheduler import Agreement, compare_with_replay, run
 from loopscope.errors import UserError
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
-from loopscope.models.custom_model import register_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.custom_model import register_model
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.packing import Layout
 from loopscope.models.tokenizer import load_tokenizer

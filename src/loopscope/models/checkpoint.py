@@ -76,7 +76,7 @@ def load_model(
 
 
 def model_without_weights(folder: Path) -> LoopedModel:
-    """The model of a checkpoint as its configuration describes it, on the meta device; of the user's own, on the CPU."""
+    """The model that the configuration of a checkpoint describes: on the meta device, or of the user's, on the CPU."""
     config = read_config(folder)
     if isinstance(config, CheckpointConfig) and config.model.is_custom:
         with torch.random.fork_rng(devices=[]):

@@ -64,8 +64,8 @@ def custom_model(settings: ModelSettings, vocab_size: int, block_size: int) -> L
 def tied_tensors(model: nn.Module) -> dict[str, str]:
     """Parameters that are another one, by their names: those that come later, and the first of each."""
     first: dict[int, str] = {}
-    named = [(name, first.setdefault(id(value), name)) for name, value in model.named_parameters(remove_duplicate=False)]
-    return {name: other for name, other in named if name != other}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: other for name, value in every if (other := first.setdefault(id(value), name)) != name}
 
 
 def looped_parameters(model: LoopedModel) -> list[nn.Parameter]:

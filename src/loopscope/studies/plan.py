@@ -316,6 +316,8 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
     found = {}
     for run in runs:
         if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
+            if run.seed in found:
+                raise UserError(f"'{run.name}' is a second reference of its seed; give it a [[parts]] of its own.")
             found[run.seed] = trained[run.name]
     for run in runs:
         if run.seed not in found:

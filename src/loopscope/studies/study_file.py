@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from loopscope.analysis.results import architecture_words
 from loopscope.artifacts import sha256
 from loopscope.certify.risk_target import AUTO, RiskTarget
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
@@ -273,7 +274,9 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
                 changes = [*entry.set, *decided, *_objective_changes(name, prior, beta)]
             settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
             task = part.name or type(settings.task).__name__.lower()
-            made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
+            words = [task, *architecture_words(plain(settings.model))]
+            words.append(_run_name(settings.objective, gate, prior, beta, seed))
+            made = entry.name or re.sub(r"[^\w.-]", "_", "-".join(words))
             runs.append(StudyRun(made, settings, prior, beta, entry))
     return runs
 

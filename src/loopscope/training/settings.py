@@ -2,7 +2,7 @@
 
 `objective = "module:function"` names a custom objective, and `model = "module:Class"` a custom model. Its module is
 found where Python finds modules, the current folder included, and its source text enters the run's settings as a hash
-(`with_sources`, which does not run the module): with another text it is another run. Training imports the module because
+(`with_sources`, which does not run the module): with another text it is another run. Training imports the module, since
 the user's settings name it; nobody runs code because a checkpoint's file names it.
 """
 
@@ -241,7 +241,7 @@ def _named_source(source: str, overrides: Sequence[str]) -> str:
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name, as for `model`."""
+    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name, `model` too."""
     values = dict(tables)
     for assignments in ([], *([override] for override in overrides)):
         values = with_overrides(values, assignments)

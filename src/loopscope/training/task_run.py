@@ -139,8 +139,8 @@ def initial_model(settings: RunSettings) -> LoopedModel:
         differing = model.load_state_dict(trunk.state_dict(), strict=False)
         own = [name for name in differing.missing_keys if not name.startswith("gate.")]
         reject(
-            f"With a gate, '{settings.model.name}' differs from itself without one by '{name}', so that a decoupled gate "
-            "would change the trunk; keep all that is the gate's in self.gate."
+            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that a decoupled "
+            "gate would change the trunk; keep all that is the gate's in self.gate."
             for name in (*own, *differing.unexpected_keys)
         )
         return model
@@ -186,7 +186,7 @@ def _misfits(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[s
     gradients = torch.autograd.grad(losses.detached_gate_logits.sum(), list(parameters.values()), allow_unused=True)
     for (label, value), gradient in zip(parameters.items(), gradients, strict=True):
         if gradient is not None and id(value) not in known:
-            yield f"halt of {name} computes with '{label}', which is not in self.gate; keep all that is the gate's there."
+            yield f"halt of {name} computes with '{label}'; keep all that is the gate's in self.gate, and nothing else."
 
 
 class AnswerLosses(nn.Module):

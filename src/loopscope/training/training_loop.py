@@ -109,7 +109,7 @@ class TrainingRun(ABC):
         return False
 
     def with_model(self) -> Self:
-        """Itself, with the hash of its model's source in its settings; what is wrong with a custom model is said here."""
+        """Itself, or the run of a custom model that was imported and tried, with the hash of its source."""
         return self
 
     @abstractmethod
