@@ -110,7 +110,7 @@ def test_a_run_answers_deeper_than_it_was_trained_as_its_recording_says(
     assert "calibrated for 5 loops, and here full depth is 3" in command.refused(*given)
     assert len(lines(command(*given, "--loops", 5).out)) == len(test.examples)
     for words, said in (
-        (("--loops", 4), "4-loops; give a recording, or a run that has one"),
+        (("--loops", 4), "recordings/4-loops (did you mean "),
         (("--readout", "fixed", "--threshold", 4), "A fixed depth of 4 is beyond the 3 loops here"),
     ):
         assert said in command.refused("run", run, file, *words)
