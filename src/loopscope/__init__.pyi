@@ -16,6 +16,7 @@ from loopscope.learned.fitted_gate import FittedGate as FittedGate
 from loopscope.learned.stopper import Stopper as Stopper
 from loopscope.learned.stopper_fitting import fit_stopper as fit_stopper
 from loopscope.models.checkpoint import load_model as load_model
+from loopscope.models.custom_model import register_model as register_model
 from loopscope.models.looped_model import LoopedModel as LoopedModel, SimpleLoopedModel as SimpleLoopedModel
 from loopscope.models.looping import loop as loop
 from loopscope.policy import ExitPolicy as ExitPolicy

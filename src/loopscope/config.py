@@ -32,7 +32,8 @@ RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]  # products of two are still numbers in float32
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-
+Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
+"""A keyword argument of the user's own code, as a settings file gives it."""
 
 _MAX_TOML_BYTES = 1 << 22
 _TYPE_WORDS = {

@@ -41,6 +41,12 @@ def find_recordings(path: Path) -> Path:
     return folder
 
 
+def recordings_at(run: Path, loops: int | None, trained: int) -> Path:
+    """The folder of a run's recordings at this depth; those of other depths than the trained one lie apart."""
+    folder = run / RECORDINGS
+    return folder if loops in (None, trained) else folder / f"{loops}-loops"
+
+
 def run_of_recordings(path: Path) -> Path:
     """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
     folder = path.parent if _is_recording(path) else path

@@ -22,6 +22,7 @@ from loopscope.certify.live_runs import LiveRuns
 from loopscope.config import digest, plain
 from loopscope.learned.attach import load_fitted
 from loopscope.models.checkpoint import load_model, read_checkpoint_config
+from loopscope.models.custom_model import MODELS, register_model
 from loopscope.studies.plan import make_plan
 from loopscope.studies.study_file import expand_study
 from loopscope.training.run_folder import read_run_settings
@@ -30,7 +31,7 @@ from loopscope.trajectory import EXAMPLES, RECORDING, RECORDING_SCHEMA
 
 from .mutations import STRINGS
 from .runner import Case
-from .world import CPU, World
+from .world import CPU, OWN_MODEL, World
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -180,7 +181,8 @@ def _run_contents(folder: Path) -> Any:
 
 def finished_run(world: World, case: Case) -> str:
     """The weights are sealed; the configuration must not contradict itself."""
-    source = case.rng.choice((world.run, world.run, world.language_run))
+    source = case.rng.choice((world.run, world.run, world.language_run, world.custom_run))
+    register_model(OWN_MODEL)
     folder = case.copy(source, "run")
     mine = [path for path in files_of(folder) if "recordings" not in path.parts]
     weighty = [path for path in mine if path.name in ("config.json", "model.safetensors")]
@@ -197,6 +199,7 @@ def finished_run(world: World, case: Case) -> str:
         assert found == expected, "a run's configuration contradicts itself, and is accepted"
         if case.rng.random() < 0.1:
             case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
+    assert set(MODELS) == {OWN_MODEL}, "code was imported because a checkpoint names it"
     same(loaded[0], original[0], "a run")
     return "same" if loaded == original else "other"
 

@@ -16,7 +16,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.held_out import hold_out
-from loopscope.analysis.results import assemble_results, model_label, recorded_run
+from loopscope.analysis.results import assemble_results, depth_words, model_label, recorded_run
 from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
@@ -278,7 +278,8 @@ def _group(provenance: dict[str, Any], name: str) -> str:
         return name
     run = provenance["run"]
     training = {key: value for key, value in run["training"].items() if key != "seed"}
-    return digest({**run, "training": training})[:16]
+    depth = {"depth": words} if (words := depth_words(provenance)) else {}
+    return digest({**run, "training": training, **depth})[:16]
 
 
 def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | None:

@@ -201,7 +201,10 @@ def _plan(options: argparse.Namespace) -> None:
     _print_steps(plan, store)
     if left := sum(step.units - step.units_done(store) for step in plan.steps if step.kind == "run"):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
-        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
+        trained = [model.training.settings for model in plan.models if model.training is not None]
+        custom = any(settings.model.is_custom for settings in trained)
+        rest = ", without those of custom models" if custom else ""
+        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU{rest}.")
     hashes = "; a run's is named run- and a hash, which begins as in the table"
     print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
 

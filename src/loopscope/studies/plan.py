@@ -313,10 +313,10 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
         return {}
     beta = None if reference.gate == "none" else reference.beta
     sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
-    found = {}
+    found = dict[int, Train]()
     for run in runs:
         if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
-            found[run.seed] = trained[run.name]
+            found.setdefault(run.seed, trained[run.name])  # another architecture may come after it
     for run in runs:
         if run.seed not in found:
             raise UserError(f"The reference of '{part.settings}' is not among its runs with seed {run.seed}; list it.")

@@ -24,11 +24,13 @@ from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_
 from loopscope.bench.exit_timing import time_benchmark
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
+from loopscope.checks.model_contract import check_model
 from loopscope.config import Settings, digest, plain, read_json, write_json
 from loopscope.errors import UserError
 from loopscope.frontier import choose
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import WEIGHTS
+from loopscope.models.custom_model import register_model
 from loopscope.policy import ExitPolicy
 from loopscope.questions import Split
 from loopscope.readouts.readout import POST_HOC
@@ -39,7 +41,7 @@ from loopscope.studies.study_file import ExternalSource
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
-from loopscope.training.task_run import TaskRun, train
+from loopscope.training.task_run import TaskRun, initial_model, train
 from loopscope.training.training_loop import with_objective
 from loopscope.trajectory import Trajectory, concatenate
 
@@ -121,11 +123,18 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def check(self, store: Path) -> None:
-        """Says before anything is trained what is wrong with an objective of the user's own."""
+        """Says before anything is trained what is wrong with an objective or a model of the user's own."""
         with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
+        if self.settings.model.is_custom:
+            check_model(initial_model(self.settings).eval())
 
     def run(self, store: Path, device: torch.device) -> None:
         train(self.settings, self.folder(store), device)
+
+    def import_model(self) -> None:
+        """Lets its model be loaded, which the study's file names."""
+        if self.settings.model.is_custom:
+            register_model(str(self.settings.model.name))
 
 
 class Recording(Step, frozen=True, kw_only=True):
@@ -149,6 +158,7 @@ class Record(Recording, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
+        self.of.import_model()
         record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
 
 
