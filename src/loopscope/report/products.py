@@ -108,8 +108,8 @@ def _every_signal(results: Results) -> Drawing | None:
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
-    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless "
-    "validation data choose more readouts: tables and the page have the others."
+    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless more "
+    "lines must be drawn (gates, and readouts that validation data choose): tables and the page have the others."
 )
 SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1."
 _FORCED = "Accuracy of every loop, without any exit rule: the trajectory itself."
