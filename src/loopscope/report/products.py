@@ -11,6 +11,7 @@ from loopscope.report import tables
 from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
 from loopscope.report.curves import SIGNAL_TITLES, every_group, frontier_panel, readout_lines, signal_panels
 from loopscope.report.tables import Table
+from loopscope.report.transfer_table import transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
@@ -119,6 +120,7 @@ _OVERVIEW: dict[str, Recipe] = {
     "diagnosis": tables.gaps,
     "stoppers": tables.learned_stoppers,
     "certified": tables.certified,
+    "transfer": transfer_table,
     "frontiers": Figure(_every_frontier, "Frontiers", CURVES),
     "forced_exits": Figure(lambda found: forced_exits(every_group(found)), "Forced exits by difficulty", _FORCED),
     "exit_distributions": Figure(
