@@ -3,6 +3,7 @@
 from loopscope.analysis.comparison import Comparison as Comparison, compare as compare
 from loopscope.analysis.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
 from loopscope.analysis.targets import Target as Target
+from loopscope.analysis.transfer import TransferResult as TransferResult, transfer as transfer
 from loopscope.certify.calibration import calibrate as calibrate, conformal_risk_control as conformal_risk_control
 from loopscope.certify.monitor import Monitor as Monitor
 from loopscope.checks.model_contract import check_model as check_model

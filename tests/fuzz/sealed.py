@@ -251,15 +251,19 @@ def titled_study(world: World, case: Case) -> str:
 
 def study_store(world: World, case: Case) -> str:
     plan, store = _plan(world.study), case.inputs / "store"
-    analyses = [model.analysis.folder(world.store) for model in plan.models]
-    for each in analyses:
+    shown = [step for model in plan.models for step in (model.analysis, model.transfer) if step is not None]
+    folders = {step.folder(world.store): step.kind for step in shown}
+    for each in folders:
         case.copy(each, f"store/{each.name}")
-    chosen = case.rng.choice(analyses)
-    file = store / chosen.name / case.rng.choice(("manifest.json", "model.json", "details.json"))
-    case.spoil(file, [each / file.name for each in analyses if each != chosen])
+    chosen = case.rng.choice(list(folders))
+    file = store / chosen.name / case.rng.choice(sorted(each.name for each in chosen.iterdir()))
+    others = [each for each, kind in folders.items() if kind == folders[chosen] and each != chosen]
+    case.spoil(file, [each / file.name for each in others])
     if case.rng.random() < 0.1:
         where = ("--store", store, "--out", case.out, "--device", "cpu")
         case.command("study", "report", _titled(world, case), *where, "--product", "headline")
-    missing = not file.is_file() and file.name == "manifest.json"  # then that model is not analysed yet
+    missing = (
+        not file.is_file() and file.name == "manifest.json"
+    )  # then it is not analysed, or its rules are not transferred, yet
     found = _study_results(plan, store)
     return "other" if missing else same(found, _study_results(plan, world.store), "an artifact of a study")

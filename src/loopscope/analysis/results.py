@@ -13,6 +13,7 @@ import numpy as np
 from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
 from loopscope.analysis.targets import Target
+from loopscope.analysis.transfer import TransferResult
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest, plain
 
@@ -57,14 +58,16 @@ class _RecordedRun(msgspec.Struct):
 
 
 def assemble_results(
-    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+    models: list[schema.ModelResult],
+    targets: Sequence[Target],
+    latency: Sequence[schema.QuestionBench] = (),
+    transfer: Sequence[TransferResult] = (),
 ) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return schema.Results(
-        schema.RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
-    )
+    groups, version = group_models(models, targets), loopscope_version()
+    return schema.Results(schema.RESULTS_SCHEMA, version, list(targets), models, groups, list(latency), list(transfer))
 
 
 def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
+GATES = "folder of a fitted gate or stopper of one of the runs; its hash says which (repeatable)"
 READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
 RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
 
@@ -214,6 +215,21 @@ def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fi
         gates[name] = load_fitted(folder)
         gates[name].check_calibration(calibration)
     return gates
+
+
+def gates_by_model(folders: Sequence[Path], calibrations: Sequence[Trajectory]) -> list[dict[str, Fitted]]:
+    """For each of these models, by its validation recording, its own gates and stoppers under their folders' names."""
+    models = [recording.provenance.get("weights_sha256") for recording in calibrations]
+    own: list[list[Path]] = [[] for _ in models]
+    for folder in folders:
+        of = load_fitted(folder).provenance.get("weights_sha256")
+        unknown = len(models) == 1 and None in (of, models[0])
+        fitting = [place for place, model in enumerate(models) if unknown or (of and model and same_model(of, model))]
+        if not fitting:
+            raise UserError(f"{folder} was fitted to none of these models, as their hashes say; add its run.")
+        for place in fitting:
+            own[place].append(folder)
+    return [load_gates(found, recording) for found, recording in zip(own, calibrations, strict=True)]
 
 
 def finished_run(run: Path, with_model: Sequence[str] = ()) -> RunSettings:

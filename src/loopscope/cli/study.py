@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loopscope.studies.plan import Model, Plan
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
-_STEPS |= {"policy": "policies", "analysis": "analyses", "timing": "timings"}
+_STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
 _HASH_DIGITS = 8

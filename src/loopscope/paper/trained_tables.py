@@ -44,7 +44,7 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run that figures show."""
+        """The run whose own value and interval tables show beside those over seeds."""
         return self.models[0]
 
     @property

@@ -1,4 +1,4 @@
-"""The steps of a study: train, record or score, fit, certify, analyse, time.
+"""The steps of a study: train, record or score, fit, certify, analyse, transfer, time.
 
 Each makes one artifact, a folder addressed by what made it. A step holds the steps that it needs, so its hash covers
 everything that its artifact depends on: settings, splits, the runs below it. The same step is never done twice, a
@@ -7,7 +7,7 @@ appears whole (a run: once its weights are there).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,12 @@ import msgspec
 import numpy as np
 import torch
 
+from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, load_recordings
 from loopscope.analysis.schema import ModelResult, QuestionBench
+from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.transfer import TransferResult, fitted_rules, replayed_rules
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
 from loopscope.bench.exit_timing import time_benchmark
 from loopscope.certify.calibration import certify
@@ -263,6 +266,11 @@ class Analyse(Step, frozen=True, kw_only=True):
     def is_reference(self) -> bool:
         return self.reference == (self.validation, self.test)
 
+    def subject(self, store: Path) -> Subject:
+        """Its recordings as they are counted."""
+        found = load_recordings("", self.validation.folder(store), self.test.folder(store), self.unseen)
+        return found.measure
+
     def run(self, store: Path, device: torch.device) -> None:
         def recordings(name: str, validation: Recording, test: Recording) -> ModelRecordings:
             return load_recordings(name, validation.folder(store), test.folder(store), self.unseen)
@@ -291,6 +299,38 @@ class Analyse(Step, frozen=True, kw_only=True):
 
     def details(self, store: Path) -> ThresholdDetails:
         return read_json(ThresholdDetails, self.folder(store) / "details.json", "analysis")
+
+
+class Transfer(Step, frozen=True, kw_only=True):
+    """The rules of a model, replayed on the test data of others, itself among them."""
+
+    kind: ClassVar[str] = "transfer"
+    of: Analyse
+    onto: tuple[Analyse, ...]
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        """Recordings and gates; what the analyses say is not asked."""
+        read = [step for each in self.onto for step in (each.validation, each.test)]
+        return (self.of.validation, *self.of.gates, *read)
+
+    @property
+    def units(self) -> int:
+        return SMALL * len(self.onto)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        target = as_targets(self.of.targets)[0]
+        subjects = {each.key: each.subject(store) for each in self.onto}
+        validation = subjects[self.of.key].validation
+        rules = fitted_rules(validation, load_fits(self.of.gates, store), target)
+        pairs = ((key, subject) for key, subject in subjects.items())
+        found = [each for pair in pairs for each in replayed_rules(rules, (self.of.key, validation), pair, target)]
+        self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
+
+    def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
+        """What was found, under the names of the models, by the keys of their analyses."""
+        found = read_json(list[TransferResult], self.checked_folder(store) / "transfer.json", "transfer")
+        return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
 
 
 class Time(Step, frozen=True, kw_only=True):

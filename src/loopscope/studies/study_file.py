@@ -173,6 +173,7 @@ class Study(Settings, frozen=True, kw_only=True):
     products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
     parts: tuple[StudyPart, ...] = ()
     checkpoints: tuple[Checkpoints, ...] = ()
+    transfer: tuple[str, ...] = ()  # names of runs, or patterns (`mano-*-s0`), whose rules are replayed on each other
 
     def __post_init__(self) -> None:
         require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))
