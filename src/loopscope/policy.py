@@ -87,7 +87,6 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     tolerance: bool = False  # proven as a tolerance limit: all data were tested, and gave the threshold
     new_inputs: bool = False  # for inputs that the calibration data do not hold
     drawn: int | None = None  # examples of which those are counted that are distinct, or occur once
-    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 
 
@@ -124,6 +123,7 @@ class Certificate(Settings, frozen=True, kw_only=True):
 
     guarantee: Guarantee
     exits: CalibrationExits
+    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
 
 
 NEVER = float(np.finfo(np.float64).max)

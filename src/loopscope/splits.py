@@ -38,7 +38,7 @@ def check_apart(
     kind = common_kind(recording.row_keys, other.row_keys if isinstance(other, Trajectory) else other)
     raise UserError(
         f"About {shared:,} of the {recording.num_examples:,} examples of {what} have the same {kind} as examples of "
-        f"{where}, more than the copies within each would lead to; {remedy}"
+        f"{where}, more than the repeats within each explain (split one draw, or draw with repeats); {remedy}"
         + (", or, if the texts are not the inputs, leave them out." if kind == "texts" else ".")
     )
 

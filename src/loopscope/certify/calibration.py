@@ -133,8 +133,7 @@ def certify(
     policy = _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
     assert policy.certificate is not None
     rows = tuple(data.row_sketch for data in (recorded, grid) if data is not None)
-    guarantee = msgspec.structs.replace(policy.certificate.guarantee, rows=rows)
-    return replace(policy, certificate=msgspec.structs.replace(policy.certificate, guarantee=guarantee))
+    return replace(policy, certificate=msgspec.structs.replace(policy.certificate, rows=rows))
 
 
 @dataclass(frozen=True)

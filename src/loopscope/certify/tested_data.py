@@ -107,13 +107,13 @@ def promised_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = F
 
 def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
     """Rejects the data that the guarantee of a policy rests on, or that its gate was fitted to."""
-    assert policy.guarantee is not None
+    assert policy.certificate is not None
     if policy.gate is not None:
         policy.gate.check_calibration(recorded)
-    reject(_not_held_out(policy.guarantee, policy.model, recorded))
+    reject(_not_held_out(policy.certificate.guarantee, policy.model, recorded))
     if isinstance(recorded, Trajectory):
         where, remedy = "the data that the guarantee rests on", "give examples that calibration did not have"
-        for rows in policy.guarantee.rows:
+        for rows in policy.certificate.rows:
             check_apart(recorded, "this recording", rows, where, remedy)
 
 
