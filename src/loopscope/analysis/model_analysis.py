@@ -254,7 +254,7 @@ def _fitted_gaps(
         return []
     subject = Subject(validation, evaluation)
     other = "gate" if subject.has_gate else "margin"
-    gaps = (depth_gap(target, (subject, name), (subject, other)) for name in by_readout(gates))
+    gaps = (depth_gap(target, (subject, [name]), (subject, [other])) for name in by_readout(gates))
     return [gap for gap in gaps if gap is not None]
 
 
