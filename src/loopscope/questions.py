@@ -44,7 +44,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UNUSABLE_TOKENIZER, UserError, did_you_mean, explained
+from loopscope.errors import UserError, did_you_mean, tokenizing
 from loopscope.files import read_bytes
 
 Tokens = NDArray[np.int64]
@@ -376,7 +376,7 @@ def _tokenized(texts: list[str], bare: list[bool], tokenizer: Any) -> list[list[
     for alone in {*bare}:
         chosen = [index for index, value in enumerate(bare) if value == alone]
         batch = [texts[index] for index in chosen]
-        with explained(UNUSABLE_TOKENIZER):
+        with tokenizing():
             found = tokenizer(batch, add_special_tokens=not alone, return_attention_mask=False, verbose=False)
         for index, row in zip(chosen, found["input_ids"], strict=True):
             tokens[index] = row
