@@ -25,6 +25,7 @@ Shapes: N examples, T loops, G thresholds.
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Unpack
 
 import msgspec
@@ -127,7 +128,7 @@ def certify(
 ) -> ExitPolicy:
     """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
     check_split(recorded, "calibration")
-    proof = Proof(bound, seed)
+    proof = build(Proof, {"bound": bound, "seed": index(seed)}, "the guarantee that is asked for")
     if isinstance(recorded, LiveRuns):
         return _test(_candidates_of_run(recorded, target), target, proof)
     policy = _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
