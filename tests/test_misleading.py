@@ -448,7 +448,7 @@ CALIBRATION: Cases = {
     "one loop": ("one loop only", calibrated(made(seed=1, loops=1))),
     "decisions about nobody knows what": ("no 'words' here", lambda _: settling(provenance={"unit": "words"})),
     "a drop in percent": ("max_drop: expected a number < 1", calibrated(settling(), 1.0)),
-    "a seed below 0": ("seed: expected a number >= 0", calibrated(settling(), seed=-1)),
+    "a seed below 0": ("seed: expected a whole number >= 0", calibrated(settling(), seed=-1)),
     "a confidence in percent": ("confidence: expected a number < 1", calibrated(settling(), confidence=95)),
     "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),
 }
