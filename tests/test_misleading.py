@@ -102,9 +102,9 @@ FIELDS: dict[str, tuple[str, dict[str, object]]] = {
 ARRAYS: Cases = {
     **{what: (words, lambda _, each=each: made(**each)) for what, (words, each) in FIELDS.items()},  # type: ignore[misc]
     "predictions that the logits contradict": (r"contradict.*predictions\[3, 2\]", lambda _: contradicted()),
-    "rows by a mask of 0 and 1": ("for a mask give booleans", lambda _: made().take(np.arange(200) % 2)),
-    "rows by another's mask": ("a mask of 200 entries", lambda _: made().take(np.ones(201, bool))),
-    "rows from the end": ("between 0 and 199", lambda _: made().take(np.array([-1]))),
+    "rows by a mask of 0 and 1": ("a mask of 200 booleans, as in rows == 1", lambda _: made().take(np.arange(200) % 2)),
+    "rows by another's mask": ("a mask of 200 booleans", lambda _: made().take(np.ones(201, bool))),
+    "rows from the end": ("indices from 0 to 199", lambda _: made().take(np.array([-1]))),
     "no rows": ("at least one example", lambda _: made().take(np.zeros(200, bool))),
     "unseen examples that nobody counted": ("which examples training had", lambda _: made().unseen()),
     "no unseen example": ("none is unseen", lambda _: made(seen=np.ones(200, bool)).unseen()),

@@ -97,6 +97,12 @@ def _shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
+def check_known(name: str, known: Iterable[str], what: str) -> None:
+    """Rejects a name that none of these has; `what` says what they are names of."""
+    if name not in (known := [*known]):
+        raise UserError(f"There is no {what} '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}.")
+
+
 def reject(problems: Iterable[str]) -> None:
     """Raises the first of these sentences on what is wrong, if there is one."""
     for problem in problems:

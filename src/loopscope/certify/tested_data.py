@@ -20,7 +20,7 @@ from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy, Guarantee, Loss
 from loopscope.scope import Scope, Unit, counted, scope_of
 from loopscope.splits import check_apart
-from loopscope.trajectory import NO_LABELS, Trajectory
+from loopscope.trajectory import Trajectory, required
 
 Array = NDArray[Any]
 
@@ -47,9 +47,8 @@ class Outcome:
         """[N] whether each loses against full depth."""
         if loss == "disagreement":
             return np.asarray(self.predicted != self.full_depth)
-        if self.labels is None:
-            raise UserError(NO_LABELS)
-        return np.asarray((self.full_depth == self.labels) & (self.predicted != self.labels))
+        labels = required(self.labels)
+        return np.asarray((self.full_depth == labels) & (self.predicted != labels))
 
 
 def outcome_of(policy: ExitPolicy, recorded: Recorded) -> Outcome:

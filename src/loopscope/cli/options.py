@@ -155,6 +155,7 @@ def real_number(text: str, fits: Callable[[float], bool], which: str) -> float:
 count, whole = partial(whole_number, least=1), partial(whole_number, least=0)
 rounds, threads = partial(whole_number, least=1, most=10_000), partial(whole_number, least=1, most=4096)
 non_negative = partial(real_number, fits=lambda value: 0 <= value <= 1e18, which="from 0 to 1e18")
+share_or_zero = partial(real_number, fits=lambda value: 0 <= value <= 1, which="from 0 to 1")
 share = partial(real_number, fits=lambda value: 0 < value <= 1, which="above 0 and up to 1")
 
 
