@@ -195,7 +195,7 @@ def diagnose_subject(
 
 def _readout_gap(subject: Subject, level: TargetLevel) -> Gap | None:
     """The model's own gate against the best readout on the same trajectory."""
-    return depth_gap(level.target, (subject, ["gate"]), (subject, [])) if subject.has_gate else None
+    return None if subject.gate is None else depth_gap(level.target, (subject, [subject.gate]), (subject, []))
 
 
 def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) -> Gap | None:

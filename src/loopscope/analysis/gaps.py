@@ -31,8 +31,8 @@ from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
-from loopscope.readouts.replay import has_signal
-from loopscope.readouts.signals import STOPPER, is_gate
+from loopscope.readouts.replay import gate_readout, has_signal
+from loopscope.readouts.signals import STOPPER, is_gate, own_gate
 from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -112,8 +112,9 @@ class Subject:
         self.ceiling = float(test.correct.mean(axis=0).max())
         """The accuracy of the best loop."""
         self.chance = chance(test, validation)
-        self.has_gate = "gate" in self.readouts
-        self.ever_gated = has_signal("gate", validation) or has_signal("gate", test)
+        self.gate = own_gate(self.readouts)
+        self.has_gate = self.gate is not None
+        self.ever_gated = any(has_signal(gate_readout(recording), recording) for recording in (validation, test))
         self._resamples = resamples
         self._label_aware = resampled_label_aware(test, resamples)
         self._curves: dict[str, Curves] = {}

@@ -36,7 +36,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
 from loopscope.readouts.replay import signal
-from loopscope.readouts.signals import FITTED, STOPPER, own_name
+from loopscope.readouts.signals import FITTED, STOPPER, own_gate, own_name
 from loopscope.recording_paths import find_recordings, recorded_name
 from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
@@ -156,7 +156,7 @@ def analyse_model(
         forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
         forced_accuracy_by_difficulty=by_difficulty(test.correct, test),
         forced_cross_entropy_by_difficulty=by_difficulty(test.cross_entropy, test) if entropy else None,
-        exit_distribution=exit_distribution(test) if "gate" in signals else None,
+        exit_distribution=exit_distribution(test) if own_gate(signals) else None,
         signals={name: by_difficulty(signal(name, test), test) for name in signals},
         ordering={
             name: difficulty_ordering(name, test)
@@ -228,11 +228,12 @@ def _paired(
     grid: Grid,
 ) -> list[Paired]:
     """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
-    if "gate" not in frontiers:
+    own = own_gate(frontiers)
+    if own is None:
         return []
     others = [name for name in POST_HOC if name in frontiers]
-    points = {name: frontiers[name].select() for name in ("gate", *others)}
-    gate = Side("gate", points["gate"].policy, evaluation)
+    points = {name: frontiers[name].select() for name in (own, *others)}
+    gate = Side(own, points[own].policy, evaluation)
     found = []
     if others:
         best = min(others, key=lambda name: points[name].rank)
@@ -253,7 +254,7 @@ def _fitted_gaps(
     if not gates:
         return []
     subject = Subject(validation, evaluation)
-    other = "gate" if subject.has_gate else "margin"
+    other = subject.gate or "margin"
     gaps = (depth_gap(target, (subject, [name]), (subject, [other])) for name in by_readout(gates))
     return [gap for gap in gaps if gap is not None]
 

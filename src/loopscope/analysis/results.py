@@ -29,11 +29,13 @@ class _Model(msgspec.Struct):
 
 class _Objective(msgspec.Struct):
     name: str
-    prior: str = ""
+    prior: str | list[float] = ""
     geometric_lambda: float = 0.0
     beta: float = 0.0
     options: dict[str, Any] = {}
     truncated: int | None = None
+    gate_weight: float = 1.0
+    gate_gradient: float = 1.0
 
 
 class _Training(msgspec.Struct):
@@ -151,13 +153,26 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     if ":" in objective["name"]:  # a function of the user's
         options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
         return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
-    prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
+    if objective["name"] == "act":
+        return f"{gate_words} by ACT, ponder cost {objective['beta']:g}"
+    prior = _prior_words(objective)
     if objective["name"] == "random_depth":
-        return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
+        return _tidy(f"random depth, {prior}") + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
-        return f"fixed prior, {prior}"
-    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
-    return f"{apart}{gate_words}, {prior}, β {objective['beta']:g}"
+        return _tidy(f"fixed prior, {prior}")
+    if objective["name"] == "decoupled_gate":
+        gate_words = f"decoupled {gate_words}"
+    elif objective["name"] == "gate_channels":
+        gate_words += f" (weight {objective['gate_weight']:g}, gradient {objective['gate_gradient']:g})"
+    return _tidy(f"{gate_words}, {prior}, β {objective['beta']:g}")
+
+
+def _prior_words(objective: dict[str, Any]) -> str:
+    """A depth prior: by its name, its weights, or the user's function."""
+    prior = objective["prior"]
+    if isinstance(prior, list):
+        return f"weights {' '.join(f'{weight:g}' for weight in prior)}"
+    return f"geometric {objective['geometric_lambda']:g}" if prior == "geometric" else prior
 
 
 def _tidy(text: str) -> str:

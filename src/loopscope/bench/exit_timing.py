@@ -32,6 +32,7 @@ from loopscope.models.tokenizer import load_tokenizer
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.readouts.replay import gate_readout
 from loopscope.recording.question_recording import BATCH_TOKENS, question_requests
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_model
@@ -99,7 +100,7 @@ def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequen
     examples = settings.task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
-    names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
+    names = [gate_readout(test)] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
     return BenchedModel(folder.name, load_model(folder), examples, test, [*policies, *chosen], trained=True)

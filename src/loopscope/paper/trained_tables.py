@@ -77,6 +77,8 @@ def trained_variants(
         run = recorded_run(models[0].provenance)
         if run is None or run["objective"]["name"] not in objectives:
             continue
+        if run["objective"]["prior"] not in ("uniform", "geometric"):  # the paper has no others
+            continue
         objective, gate = run["objective"], run["model"]["gate"]
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])

@@ -5,8 +5,9 @@ A drawing is what a figure shows, to be laid out in a style: `page`, or `paper`,
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from textwrap import wrap as wrapped
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import vl_convert
 
 from loopscope.files import write_bytes
-from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, Seeds, chosen_lines
-from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
+from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Dose, Line, Panel, Seeds, chosen_lines
+from loopscope.report.figure_style import GREY, INK, MODELS, SHAPES, STYLES, FigureStyle, looks_of, shades_of
 
 Specification = dict[str, Any]
 Drawing = Callable[[FigureStyle], Specification]
@@ -47,6 +48,20 @@ def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
     """The same of runs that have a gate."""
     tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
     return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], shares=True)
+
+
+@dataclass(frozen=True)
+class DosePanel:
+    """A line a name, each a value against a dose."""
+
+    title: str
+    lines: Mapping[str, Sequence[Dose]]
+
+
+def dose_chart(panels: Sequence[DosePanel], dose: str, value: str) -> Drawing | None:
+    """Panels on one scale, with a dashed line at 0; `dose` and `value` are the titles of the axes."""
+    panels = [panel for panel in panels if panel.lines]
+    return cache(partial(_doses, panels, dose, value)) if panels else None
 
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:
@@ -312,6 +327,36 @@ def _difficulty_panel(
     if len(loops) <= 8:
         layers.append(_layer("point", {"filled": True, "opacity": 1, "size": 0.5 * grid.style.mark}, at))
     return grid.panel(rows, layers, title)
+
+
+def _doses(panels: Sequence[DosePanel], dose: str, value: str, style: FigureStyle) -> Specification:
+    grid = FigureGrid(style, len(panels))
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    key = {name: _key_entry(name, colour, shape) for name, colour, shape in zip(names, cycle(MODELS), cycle(SHAPES))}
+    points = [point for panel in panels for line in panel.lines.values() for point in line]
+    limits = _limits([{"low": min(0.0, point.low), "high": max(0.0, point.high)} for point in points], shares=False)
+    charts = []
+    for place, panel in enumerate(panels):
+        rows = [
+            {**asdict(point), "line": name, "colour": key[name]["colour"], "shape": key[name]["shape"]}
+            for name, line in panel.lines.items()
+            for point in line
+        ]
+        x = _quantity("dose", title=grid.x_title(place, dose), axis={"values": sorted({row["dose"] for row in rows})})
+        y = _quantity("value", title=grid.y_title(place, value), scale={"domain": list(limits), "nice": False})
+        at = {"x": x, "y": y, "color": _unscaled("colour")}
+        span = {**at, "y": _quantity("low", scale=y["scale"]), "y2": {"field": "high"}}
+        one_line = {"detail": _nominal("line")}
+        zero = {"strokeDash": [4, 4], "color": GREY, "strokeWidth": 0.6 * style.stroke}
+        point = {"filled": True, "opacity": 1, "size": style.mark}
+        layers = [
+            {"data": {"values": [{"value": 0}]}, **_layer("rule", zero, {"y": y})},
+            _layer("area", {"opacity": 0.18}, {**span, **one_line}),
+            _layer("line", {"strokeWidth": style.stroke}, {**at, **one_line}),
+            _layer("point", point, {**at, "shape": _unscaled("shape")}),
+        ]
+        charts.append(grid.panel(rows, layers, panel.title))
+    return grid.specification(charts, [key[name] for name in names], [_bands({point.seeds for point in points})])
 
 
 def _bands(seeds: set[int]) -> str:

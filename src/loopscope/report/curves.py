@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import Binned, FrontierResult, ModelResult, Results
-from loopscope.readouts.signals import CONVERGENCE
+from loopscope.readouts.signals import CONVERGENCE, OWN_GATES
 
 POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
@@ -145,7 +145,7 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
 
 def _weight(name: str) -> int:
     """Points, models' own gates and what a figure is about are drawn first, others in the order of the panels."""
-    return 0 if name in POINTS else 1 if name == "gate" or name.startswith(("gate,", "fitted")) else 2
+    return 0 if name in POINTS else 1 if name in OWN_GATES or name.startswith(("gate,", "fitted")) else 2
 
 
 def _once(panel: Panel, height: float) -> Panel:
@@ -159,6 +159,17 @@ def _once(panel: Panel, height: float) -> Panel:
             groups.append([line])
     same = tuple(tuple(line.name for line in group) for group in groups if len(group) > 1)
     return replace(panel, lines=[group[0] for group in groups], same=same)
+
+
+@dataclass(frozen=True)
+class Dose:
+    """What one dose did: over seeds their mean and range, of one seed its value and interval."""
+
+    dose: float
+    value: float
+    low: float
+    high: float
+    seeds: int = 1
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
+from loopscope.training.settings import Channels, Option, RunSettings, UserFunction, custom_objective, read_settings
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
 
@@ -104,12 +104,13 @@ class TaskRun(TrainingRun):
 def initial_model(settings: RunSettings) -> LoopedTransformer:
     """The model before its first step; the run's seed decides its weights.
 
-    All of it but a decoupled gate is what the fixed prior's run of the same seed starts from, and so stays the same.
+    All of it but the gate is what the fixed prior's run of the same seed starts from. Only a `learned_gate` starts from
+    other weights.
     """
     sizes = settings.task.vocab_size, settings.block_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
-        if settings.objective.name != "decoupled_gate":
+        if settings.objective.channels in (None, Channels(1, 1)):
             return LoopedTransformer(settings.model, *sizes)
         trunk = LoopedTransformer(msgspec.structs.replace(settings.model, gate="none"), *sizes)
         model = LoopedTransformer(settings.model, *sizes)

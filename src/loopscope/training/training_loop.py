@@ -45,6 +45,7 @@ from loopscope.training.objectives import (
     GateTraining,
     LoopLosses,
     LossFunction,
+    depth_prior,
     draw_unrolling,
     load_objective,
     try_objective,
@@ -61,7 +62,7 @@ from loopscope.training.run_folder import (
     read_metrics,
     trained_with,
 )
-from loopscope.training.settings import Training, UserFunction, with_source
+from loopscope.training.settings import WITH_PRIOR, Training, UserFunction, with_source
 
 _EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
@@ -165,7 +166,10 @@ def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, G
     settings = run.settings
     pinned = with_source(settings.objective, run.function)
     objective = load_objective(pinned, settings.training.seed, run.function)
-    gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
+    steps = settings.training.steps
+    gate_training = try_objective(objective, settings.num_loops, run.has_gate, steps, device)
+    for step in (0, steps - 1) if pinned.name in WITH_PRIOR else ():  # of a drawn depth the losses know no prior
+        depth_prior(pinned, settings.num_loops, step, steps)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
         raise UserError(f"The objective '{pinned.name}' does not use loops.gate_logits; set model.gate = 'none'.")
     return replace(run, settings=msgspec.structs.replace(settings, objective=pinned)), objective, gate_training
@@ -242,14 +246,14 @@ def train_step(
 def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int, settings: Any) -> dict[str, Any]:
     """Adds the gradients of this batch; returns its loss, and loss and accuracy [T] of every loop."""
     training, device = settings.training, next(losses.parameters()).device
-    unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step)
+    unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step, training.steps)
     bf16 = device.type == "cuda" and training.bf16
     parts = []
     for rows in np.array_split(np.arange(len(batch)), min(training.accumulate or 1, len(batch))):
         with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
             part = batch if len(rows) == len(batch) else batch.take(rows)
             cross_entropy, correct, gate_logits, detached = losses(part, device, unrolling)
-            loss = objective(LoopLosses(cross_entropy, gate_logits, step, detached))
+            loss = objective(LoopLosses(cross_entropy, gate_logits, step, detached, training.steps))
         share = len(rows) / len(batch)
         (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
         parts.append((loss.detach() * share, cross_entropy.detach(), correct))
