@@ -53,10 +53,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    text = read_text(path, "TOML file", _MAX_TOML_BYTES)
     try:
-        tables = tomllib.loads(read_text(path, "TOML file", _MAX_TOML_BYTES))
-    except UserError:
-        raise
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # int refuses thousands of digits with a ValueError of its own
         raise UserError(f"{path} is not valid TOML: {_briefly(error)}.") from None
     _check_bounds(tables, str(path))

@@ -269,7 +269,7 @@ def _fitted_gaps(
         return []
     subject = Subject(validation, evaluation)
     other = subject.gate or "margin"
-    gaps = (depth_gap(target, (subject, name), (subject, other)) for name in by_readout(gates))
+    gaps = (depth_gap(target, (subject, [name]), (subject, [other])) for name in by_readout(gates))
     return [gap for gap in gaps if gap is not None]
 
 

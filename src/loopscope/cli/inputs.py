@@ -14,7 +14,7 @@ from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
 from loopscope.errors import UserError, did_you_mean, reason
 from loopscope.exit_state import ExitState
-from loopscope.files import is_file, is_folder, remove_leftovers, require_file
+from loopscope.files import is_file, is_folder, require_file
 from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.model_identity import same_model
 from loopscope.models import checkpoint_folder
@@ -42,23 +42,6 @@ RECORDED = "a run whose validation and test splits are recorded, or a folder wit
 def text_file(text: str, what: str = "text file") -> Path:
     require_file(Path(text), what)
     return Path(text)
-
-
-def out_folder(text: str) -> Path:
-    """A folder to write to: no file is in its way."""
-    for place in (Path(text), *Path(text).parents):
-        if is_file(place):
-            raise UserError(f"{place} is a file; give a folder.")
-    return Path(text)
-
-
-def new_path(text: str | Path) -> Path:
-    """What is written and not there yet; in an empty file nothing is."""
-    out = Path(text)
-    if out.exists() and not (out.is_file() and not out.stat().st_size):
-        remove_leftovers(out)
-        raise UserError(f"{out} is there already; choose another --out, or remove it.")
-    return out
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":

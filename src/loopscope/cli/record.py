@@ -21,7 +21,7 @@ from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, give
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table, working
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.files import is_file
+from loopscope.files import is_file, out_folder
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.policy import ExitPolicy, Loss
@@ -47,7 +47,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--loops N", "run so many loops, fewer or more than in training (default: as many)", type=loops)
     option(parser, "--no-logits", "keep signals and predictions in place of the logits")
     where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
-    option(parser, "--out DIR", where, type=inputs.out_folder)
+    option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
     inputs.add_custom_readouts(parser)
     inputs.add_custom_model(parser)
@@ -57,7 +57,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--split NAME", role, **roles)
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
     option(parser, "--limit N", "record at most so many tokens")
-    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=inputs.out_folder)
+    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
@@ -75,7 +75,7 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     option(parser, "--batch-size N", "windows to run at a time", default=32)
-    option(parser, "--out DIR", "folder of the live run", type=inputs.out_folder, required=True)
+    option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, "--gate DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     add_shared(parser, "model")
@@ -85,7 +85,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--mean-state", "read gate and state as means over the choices' tokens")
     option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
-    option(parser, "--out DIR", where, type=inputs.out_folder)
+    option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
 

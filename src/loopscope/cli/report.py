@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli import inputs
 from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.errors import UserError, brief, did_you_mean
+from loopscope.errors import UserError, brief, check_known
+from loopscope.files import out_folder
 from loopscope.recording_paths import find_recordings, recorded_name
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--gate DIR", inputs.GATES, action="append")
     crossed = "replay the rules of every run on the others, too: does a gate, stopper or threshold of one stop another?"
     option(parser, "--transfer", crossed)
-    option(parser, "--out DIR", "folder of the report", type=inputs.out_folder, required=True)
+    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
     add_shared(parser, "--at X", action="append")
     add_shared(parser, "--unseen", "--json")
     add_report_options(parser)
@@ -114,9 +115,7 @@ def check_products(names: Sequence[str]) -> None:
 
     known = [*PRODUCTS.groups, *PRODUCTS.recipes]
     for name in names:
-        if name not in known:
-            choices = f"choose one of {', '.join(known)}"
-            raise UserError(f"There is no product '{name}'{did_you_mean(name, known)}; {choices}.")
+        check_known(name, known, "product")
 
 
 def show_report(

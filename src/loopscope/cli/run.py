@@ -30,7 +30,7 @@ from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, loops, option
 from loopscope.cli.output import announce_device, percent, print_note
 from loopscope.errors import UserError
-from loopscope.files import atomic_file
+from loopscope.files import atomic_file, new_path
 from loopscope.frontier import choose
 from loopscope.learned.attach import attach, load_fitted
 from loopscope.policy import ExitPolicy
@@ -62,7 +62,7 @@ def define(subparsers: Any) -> None:
     deeper = "run so many loops, fewer or more than in training (default: as many)"
     option(parser, "--loops N", deeper, type=loops)
     option(parser, "--batch-size N", "rows to run at a time", default=256)
-    option(parser, "--out FILE", "file of the answers (default: standard output)", type=inputs.new_path)
+    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
     add_shared(parser, "--device NAME", "--threads N")
     inputs.add_custom_model(parser)
 

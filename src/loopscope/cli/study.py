@@ -11,11 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import device_of, out_folder
+from loopscope.cli.inputs import device_of
 from loopscope.cli.options import PRECISIONS, Parser, add_group, add_shared, add_verb, given, option
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, working
 from loopscope.cli.report import add_report_options, check_products, show_report, shown_command
 from loopscope.errors import UserError
+from loopscope.files import out_folder
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
 

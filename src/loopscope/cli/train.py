@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import device_of, find_model, out_folder, text_file
+from loopscope.cli.inputs import device_of, find_model, text_file
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, option
 from loopscope.cli.output import print_by_loop, print_json, working
+from loopscope.files import out_folder
 from loopscope.progress import clock, silent
 from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_continue_settings, read_pretrain_settings, read_settings

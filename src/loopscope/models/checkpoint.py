@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopscope.config import read_json, write_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, check_known
 from loopscope.files import atomic_file, require_file
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint_folder import (
@@ -62,8 +62,8 @@ def load_model(
     Every tensor is read once and straight to its place, so the weights are never in memory twice. LoopScope rejects
     weights that are not finite, and files of a run trained here that were altered since.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
+    if dtype is not None:
+        check_known(dtype, DTYPES, "precision")
     device = check_device(device)
     path = find_checkpoint(source, revision)
     check_hashes(path)
