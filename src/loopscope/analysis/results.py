@@ -50,7 +50,7 @@ class _RecordedRun(msgspec.Struct):
 
 
 def assemble_results(
-    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.Latency] = ()
 ) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _run_labels(models)
