@@ -92,6 +92,7 @@ _PLACES = ("bfloat16", "float16", "cpu", "cuda", "cuda:99", "mps", "full", "late
 _NAMES = {
     **dict.fromkeys(("readout", "first", "second", "with_readout"), _READOUTS),
     **dict.fromkeys(("dtype", "device", "cache", "split"), _PLACES),
+    "devices": ("cuda:0", "cuda:0,cuda:1", "cuda:0,cuda:0", "cpu"),
 }
 
 

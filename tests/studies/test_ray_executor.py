@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_study import note_steps, read_notes, timed_runs
 
 from loopscope.cli import main
 
@@ -35,6 +36,15 @@ def test_a_ray_of_its_own_gives_the_same_bytes(local: bytes, tmp_path: Path) -> 
     command = [sys.executable, "-m", "loopscope.cli", *words(tmp_path, "--engine", "ray")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert results(tmp_path) == local
+
+
+@pytest.mark.long
+def test_what_is_timed_on_ray_is_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    notes = note_steps(tmp_path / "noted", monkeypatch)
+    command = [sys.executable, "-m", "loopscope.cli", "study", "run", str(timed_runs(tmp_path)), "--engine", "ray"]
+    subprocess.run([*command, "--out", str(tmp_path / "out")], check=True, stdout=subprocess.DEVNULL)
+    assert [note["kind"] for note in read_notes(notes)].count("timing") == 2
 
 
 @pytest.mark.long
