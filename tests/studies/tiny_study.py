@@ -1,36 +1,32 @@
-"""What the tests of studies share: a tiny study, its plan, a store in which it is finished, and notes of its steps."""
+"""What the tests of studies share: a tiny study, its plan, a store in which it is finished, and a step that waits."""
 
-import json
-import os
-from itertools import pairwise
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-import loopscope
 from loopscope.cli import main
+from loopscope.config import write_json
 from loopscope.studies.plan import Plan, make_plan
+from loopscope.studies.steps import Step
 from loopscope.studies.study_file import expand_study
 
 TINY = Path(__file__).parent / "tiny.toml"
 GATE = 'readout = "gate:linear-ponder", max_drop = 0.3, confidence = 0.8'
 
 
-_NOTING = """
-import json, os, time
-from loopscope.bench import exit_timing
-from loopscope.studies import executors
-exit_timing._SIZES, exit_timing._TASK_ROUNDS = (64,), 1
-do_step = executors.do_step
-def noted(step, store, device):
-    began = time.monotonic()
-    do_step(step, store, device)
-    told = {"kind": step.kind, "device": device, "began": began, "ended": time.monotonic()}
-    with open(os.environ["NOTES"], "a") as notes:
-        notes.write(json.dumps(told) + "\\n")
-executors.do_step = noted
-"""
+class Waiting(Step, frozen=True, kw_only=True):
+    """It takes half a second, and leaves a note of its beginning and its end."""
+
+    kind = "waiting"
+    number: int
+
+    def run(self, store: Path, device: torch.device) -> None:
+        began = time.monotonic()
+        time.sleep(0.5)
+        span = [began, time.monotonic()]
+        self.write(store, lambda scratch: write_json(scratch / "span.json", span))
 
 
 def planned(source: str | Path, *overrides: str, arithmetic: str = "", **changes: object) -> Plan:
@@ -60,31 +56,6 @@ def timed_runs(folder: Path) -> Path:
     text = path.read_text().replace("seed = [0]", "seed = [0, 1]").replace("training.steps=12", "training.steps=4")
     path.write_text(text.replace("gates = {", 'latency = [{ gate = "none", prior = 0.3 }]\ngates = {'))
     return path
-
-
-def note_steps(folder: Path, monkeypatch: pytest.MonkeyPatch, before: str = "") -> Path:
-    """The file in which all processes that are started from here on note their steps; they run `before` first."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(before + _NOTING)
-    places = [folder, Path(__file__).parents[1], Path(loopscope.__file__).parents[1]]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
-    monkeypatch.setenv("NOTES", str(folder / "notes"))
-    return folder / "notes"
-
-
-def read_notes(path: Path) -> list[dict[str, Any]]:
-    """What was done where and when; what is timed, was timed alone."""
-    notes: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    assert_in_turn([note for note in notes if note["kind"] == "timing"])
-    others = [note["ended"] for note in notes if note["kind"] != "timing"]
-    assert max(others) <= min(note["began"] for note in notes if note["kind"] == "timing")
-    return notes
-
-
-def assert_in_turn(notes: list[dict[str, Any]]) -> None:
-    """Each began after the one before had ended."""
-    spans = sorted((note["began"], note["ended"]) for note in notes)
-    assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 _MADE: list[Path] = []
