@@ -1,5 +1,6 @@
 """Products: made where their models are there, with the paper's numbers beside, and all of them in the docs."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 from msgspec.structs import replace
-from pages import table_of
+from pages import figure_of, table_of
 
 import loopscope as ls
+from loopscope.analysis.gaps import Gap
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import FrontierResult, Latency, Machine, ModelResult, PolicyLatency, Results, Spread
@@ -18,6 +20,7 @@ from loopscope.paper.published import published
 from loopscope.paper.trained_tables import TaskVariants
 from loopscope.report.products import OVERVIEW
 
+GAP = Gap("kl", "kl", 0.5, 0.5, 2, 1, 1, 0.9, 1.1, 1, 1, 1, 60, 60)
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -81,7 +84,9 @@ def results() -> Results:
         for seed in (0, 1)
     ]
     models += [variant("linear", "uniform", beta=0.5), variant("none", 0.7)]
-    models.append(variant("mlp", 0.3, objective="decoupled_gate"))
+    models += [variant("mlp", 0.3, objective=objective) for objective in ("decoupled_gate", "gate_channels")]
+    models[-1].provenance["run"]["objective"]["gate_weight"] = 0.5
+    models[-1] = replace(models[-1], diagnosis=dataclasses.replace(models[-1].diagnosis, trajectory_gap=GAP))
     latency = [
         timed("none", 0, top1=1.2, margin=1.5),
         timed("none", 1, top1=1.4, margin=1.5),
@@ -92,7 +97,7 @@ def results() -> Results:
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
     made = {product.name for product in PRODUCTS.make(results, ["paper", "overview"])}
-    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified"}
+    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "transfer"}
     assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "decoupled_gate", "teaser"]
 
 
@@ -179,6 +184,22 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
         ["parity", f"{fixed} (1 seed)", "best single readout", "2.00", "N/A", "0.00"],
         ["parity", f"{fixed} (1 seed)", "best fitted gate", "3.00", "N/A", "1.00"],
     ]
+
+
+def test_panels_of_gates_say_whose_oracle_and_fixed_depth_they_show(results: Results) -> None:
+    def notes(name: str) -> list[str]:
+        """What each panel says in its corner."""
+        panels = [each for each in figure_of(PRODUCTS, results, name)["vconcat"][0]["concat"] if "title" in each]
+        rows = [[row for layer in each["layer"] for row in layer.get("data", {}).get("values", [])] for each in panels]
+        return [" ".join(row["text"] for row in reversed(found) if "text" in row) for found in rows]
+
+    fixed = [f"fixed, oracle, readouts: fixed prior, {prior}" for prior in ("uniform", "geometric 0.3")]
+    for name in ("gate_comparison", "linear_gate_comparison", "mlp_gate_comparison", "parity_frontiers", "teaser"):
+        found = notes(name)
+        assert found
+        assert all(any(text.startswith(each) for each in fixed) for text in found)
+    for name in ("posthoc_main", "posthoc_fixed", "posthoc_linear", "posthoc_mlp"):
+        assert all(text.startswith("fixed, oracle: this trajectory") for text in notes(name))
 
 
 def test_one_model_gives_what_it_can() -> None:

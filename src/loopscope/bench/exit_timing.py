@@ -26,6 +26,7 @@ from loopscope.errors import UserError
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.custom_model import register_model
 from loopscope.models.device import upload
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.packing import Layout
@@ -33,6 +34,7 @@ from loopscope.models.tokenizer import load_tokenizer
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.readouts.replay import gate_readout
 from loopscope.recording.question_recording import BATCH_TOKENS, question_requests
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_model
@@ -109,10 +111,12 @@ def trained_model(
     examples = settings.task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
-    names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
+    names = [gate_readout(test)] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return BenchedModel(folder.name, load_model(folder, device), examples, test, [*policies, *chosen], trained=True)
+    model = load_model(folder, device)
+    model.set_depth(test.num_loops)
+    return BenchedModel(folder.name, model, examples, test, [*policies, *chosen], trained=True)
 
 
 def random_model(
@@ -125,6 +129,8 @@ def random_model(
 ) -> BenchedModel:
     """A model with random weights under the thresholds at which it takes about so many loops on average."""
     settings = read_settings(source, overrides)
+    if settings.model.is_custom:
+        register_model(str(settings.model.name))  # the user's settings name it
     model = initial_model(settings).eval().requires_grad_(False).to(device)
     examples = settings.task.split("test", count)
     recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))

@@ -43,6 +43,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--examples N", "examples for random weights", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", *COMPUTE)
+    inputs.add_custom_model(parser)
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
@@ -76,7 +77,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
-        inputs.finished_run(run)
+        inputs.finished_run(run, options.with_model)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
     policies = inputs.policies_by_model(
@@ -90,6 +91,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
 
     device = inputs.device_of(options)
+    inputs.import_models(options)
     size = options.batch_size or (None if options.runs else 64)
     models = [trained_model(run, options.readout, own, device) for run, own in zip(options.runs, policies, strict=True)]
     if not models:

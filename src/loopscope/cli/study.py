@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopscope.cli.inputs import device_of, out_folder
+from loopscope.cli.inputs import device_of
 from loopscope.cli.options import (
     PRECISIONS,
     Parser,
@@ -27,6 +27,7 @@ from loopscope.cli.options import (
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, working
 from loopscope.cli.report import add_report_options, check_products, show_report, shown_command
 from loopscope.errors import UserError
+from loopscope.files import out_folder
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from loopscope.training.settings import RunSettings
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
-_STEPS |= {"policy": "policies", "analysis": "analyses", "timing": "timings"}
+_STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
 _USUAL_TFLOPS = 40, 125
@@ -234,7 +235,8 @@ def _plan(options: argparse.Namespace) -> None:
     from loopscope.training.estimate import step_flops
 
     left = training_left(plan.steps, store)
-    work = _Work(sum(steps for _, steps in left), sum(step_flops(settings) * steps for settings, steps in left))
+    known = [(settings, steps) for settings, steps in left if not settings.model.is_custom]
+    work = _Work(sum(steps for _, steps in left), sum(step_flops(settings) * steps for settings, steps in known))
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
         steps = [
@@ -250,7 +252,9 @@ def _plan(options: argparse.Namespace) -> None:
     _print_models(plan)
     _print_steps(plan, store)
     if left:
-        print_sentences(f"{work.steps:,} training steps are to be done: {_expected_time(options, left, work)}.")
+        rest = "" if len(known) == len(left) else ", without those of custom models"
+        expected = _expected_time(options, known, work)
+        print_sentences(f"{work.steps:,} training steps are to be done: {expected}{rest}.")
     hashes = "; a run's is named run- and a hash, which begins as in the table"
     print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
 

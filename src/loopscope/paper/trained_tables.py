@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
-from loopscope.analysis.results import model_label, over_seeds, recorded_run
+from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
 from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, PolicyLatency, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
@@ -44,7 +44,7 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run that figures show."""
+        """The run whose own value and interval tables show beside those over seeds."""
         return self.models[0]
 
     @property
@@ -76,17 +76,28 @@ class TrainedVariant:
 def trained_variants(
     results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
 ) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
+    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's.
+
+    They are of one architecture and depth: the paper's, or else that which differs least from it.
+    """
     variants = []
-    for group, models in results.grouped:
-        run = recorded_run(models[0].provenance)
-        if run is None or run["objective"]["name"] not in objectives:
+    runs = [(group, models, recorded_run(models[0].provenance)) for group, models in results.grouped]
+    found = [(group, models, run) for group, models, run in runs if run and run["objective"]["name"] in objectives]
+    usual = min((_architecture(models[0], run) for _, models, run in found), key=len, default=[])
+    for group, models, run in found:
+        if _architecture(models[0], run) != usual:
+            continue
+        if run["objective"]["prior"] not in ("uniform", "geometric"):  # the paper has no others
             continue
         objective, gate = run["objective"], run["model"]["gate"]
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])
         variants.append(TrainedVariant(run["task"]["name"], gate, prior, beta, group, models))
     return variants
+
+
+def _architecture(model: ModelResult, run: dict[str, Any]) -> list[str]:
+    return [*architecture_words(run["model"]), *depth_words(model.provenance)]
 
 
 class TaskVariants:

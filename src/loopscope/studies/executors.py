@@ -94,10 +94,15 @@ def training_left(steps: Iterable[Step], store: Path) -> list[tuple[RunSettings,
 
 
 def training_time(left: Iterable[tuple[RunSettings, int]], device: str = "cpu") -> list[TimeEstimate]:
-    """About how long so many steps of each run would take on a device here; runs of one shape are timed once."""
+    """About how long so many steps of each run would take on a device here; runs of one shape are timed once.
+
+    Custom models are left out: their size is not known before they are imported, and a plan imports nothing.
+    """
     known: dict[str, TimeEstimate] = {}  # of one step
     found = []
     for settings, steps in left:
+        if settings.model.is_custom:
+            continue
         training = msgspec.structs.replace(settings.training, seed=0, steps=1)
         loops = expected_loops(settings.objective, settings.num_loops)
         shape = digest([plain(settings.task), plain(settings.model), plain(training), loops])

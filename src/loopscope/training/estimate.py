@@ -3,9 +3,9 @@
 import os
 import time
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
+import msgspec
 import torch
 
 from loopscope.errors import UserError
@@ -15,7 +15,7 @@ from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
 from loopscope.training.objectives import expected_loops
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import RunSettings
+from loopscope.training.settings import Objective, RunSettings
 from loopscope.training.task_run import AnswerLosses, initial_model
 from loopscope.training.training_loop import Optimizers, deterministic, train_step
 
@@ -50,28 +50,35 @@ class TimeEstimate:
 
 def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
     """Rejects a run that cannot fit its device, or the machine, which its workers share unless each has a device."""
-    task, model, training = settings.task, settings.model, settings.training
-    host = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    task, training = settings.task, settings.training
     data = 8.0 * (task.train_examples + task.validation_examples) * task.positions
-    is_cuda = device.type == "cuda"
     rows = -(-workers.share(training.batch_size) // (training.accumulate or 1))
-    states = _states(settings, rows)
-    sizes = (model, task.vocab_size, settings.block_size, states, task.positions)
-    weights, of_loop = training_bytes(*sizes, bf16=is_cuda and training.bf16)
-    loops = min(model.loops, settings.objective.truncated or model.loops)
-    step = loops * of_loop
-    if training.checkpointing:  # the states between the loops, and one of these at a time
-        step = of_loop + loops * states * model.width * 8.0
-    places = {device.type.upper(): (workers.count * (weights + step + data), host)}
-    if is_cuda:
-        places = {"CUDA": (weights + step, float(torch.cuda.mem_get_info(device)[0])), "CPU": (data, host)}
-    for name, (need, have) in places.items():
-        if need > have:
+    need = _training_bytes(settings, rows, bf16=device.type == "cuda" and training.bf16)
+    host = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    places = {device.type.upper(): (workers.count * (need + data), host)}
+    if device.type == "cuda":
+        places = {"CUDA": (need, float(torch.cuda.mem_get_info(device)[0])), "CPU": (data, host)}
+    for name, (size, have) in places.items():
+        if size > have:
             raise UserError(
-                f"This run needs about {need / 2**30:,.0f} GiB, this {name} has {have / 2**30:,.0f} GiB; make the "
+                f"This run needs about {size / 2**30:,.0f} GiB, this {name} has {have / 2**30:,.0f} GiB; make the "
                 "model or training.batch_size smaller, set training.accumulate or training.checkpointing, or start it "
                 "anyway with --force."
             )
+
+
+def _training_bytes(settings: RunSettings, rows: int, bf16: bool) -> float:
+    """The size of a model in training and of a step on so many rows; of a custom model's step nobody can tell."""
+    task, model = settings.task, settings.model
+    if model.is_custom:
+        return 16.0 * _custom_size(settings)[0]
+    states = _states(settings, rows)
+    sizes = (model, task.vocab_size, settings.block_size, states, task.positions)
+    weights, of_loop = training_bytes(*sizes, bf16=bf16)
+    loops = min(model.loops, settings.objective.truncated or model.loops)
+    if settings.training.checkpointing:  # the states between the loops, and one of these at a time
+        return weights + of_loop + loops * states * model.width * 8.0
+    return weights + loops * of_loop
 
 
 def _states(settings: RunSettings, rows: int) -> float:
@@ -87,8 +94,11 @@ def step_flops(settings: RunSettings) -> float:
     """The operations of a training step on average, of every token: what rows share is not left out."""
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
-    share = expected_loops(settings.objective, settings.num_loops) / settings.num_loops
-    return training_flops(settings.model, task.vocab_size, tokens, rows) * share
+    if settings.model.is_custom:
+        flops = 6.0 * settings.num_loops * tokens * _custom_size(settings)[0]  # as if each were used once a token
+    else:
+        flops = training_flops(settings.model, task.vocab_size, tokens, rows)
+    return flops * expected_loops(settings.objective, settings.num_loops) / settings.num_loops
 
 
 def estimate_time(
@@ -99,34 +109,44 @@ def estimate_time(
     A CPU takes long for a step of a large model, and a GPU is kept waiting by small products: neither tells the other
     way how long training takes. One worker measures while the others wait.
     """
-    left = settings.training.steps - done
+    left, flops = settings.training.steps - done, step_flops(settings)
     if device.type == "cpu":
-        return time_for(step_flops(settings) * left, settings.model.width, device, workers)
-    seconds = _seconds_per_step(settings, device, workers)
-    reached = step_flops(settings) / seconds / 1e9
-    return TimeEstimate(left * seconds, f"{device} trains it at {reached:,.0f} GFLOP/s")
+        width = _custom_size(settings)[1] if settings.model.is_custom else settings.model.width
+        return time_for(flops * left, width, device, workers)
+    share = expected_loops(settings.objective, settings.num_loops) / settings.num_loops
+    seconds = share * _seconds_per_step(settings, device, workers.share(settings.training.batch_size))
+    return TimeEstimate(left * seconds, f"{device} trains it at {flops / seconds / 1e9:,.0f} GFLOP/s")
 
 
-def _seconds_per_step(settings: RunSettings, device: torch.device, workers: Workers) -> float:
-    """Of a few real steps on a model that is thrown away; what an objective makes of the losses takes no time."""
-    rows = workers.share(settings.training.batch_size)
+def _seconds_per_step(settings: RunSettings, device: torch.device, rows: int) -> float:
+    """Of a few real steps on a model that is thrown away; what an objective makes of the losses takes no time.
+
+    All loops are run, also where a step draws how many.
+    """
     model: Any = initial_model(settings).to(device)
     model.gradient_checkpointing = bool(settings.training.checkpointing)
     batch = settings.task.batch(settings.training.seed, 0, rows).by_length()
+    if settings.objective.name == "random_depth":
+        settings = msgspec.structs.replace(settings, objective=Objective())
     given = (AnswerLosses(model), lambda found: found.cross_entropy.mean(), Optimizers(model, settings.training), batch)
-    loops = []
     with deterministic():
         for step in range(_WARM_UP + _TIMED_STEPS):
             if step == _WARM_UP:
                 synchronize(device)
                 began = time.perf_counter()
-            loops.append(train_step(*given, step, settings).get("loops", settings.num_loops))
+            train_step(*given, step, settings)
         synchronize(device)
         seconds = (time.perf_counter() - began) / _TIMED_STEPS
     del model, given
     if device.type == "cuda":
         torch.cuda.empty_cache()  # another process may train there
-    return seconds * expected_loops(settings.objective, settings.num_loops) / fmean(loops[_WARM_UP:])
+    return seconds
+
+
+def _custom_size(settings: RunSettings) -> tuple[int, int]:
+    """The parameters of a model of the user's, and the width of its widest."""
+    parameters = list(initial_model(settings).parameters())
+    return sum(each.numel() for each in parameters), max(each.shape[-1] for each in parameters if each.ndim)
 
 
 def time_for(flops: float, width: int, device: torch.device, workers: Workers = SINGLE_WORKER) -> TimeEstimate:
