@@ -254,8 +254,8 @@ def gate_stages(results: Results) -> Table:
         rules += [(fixed, "best fitted gate"), (fixed, "best single readout")]
         rows += _remedy_rows(rules, decoupled, results)
     note = (
-        "Stage I trains trunk and gate jointly, with a KL to a uniform prior (an entropy bonus). Stage II holds the "
-        "trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the decoupled "
+        "Stage I trains trunk and gate jointly, with a KL to a prior (to a uniform one: an entropy bonus). Stage II "
+        "holds the trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the decoupled "
         "gate, and a gate fitted to the fixed prior's trajectory. D@X: least average loops on the test curve that "
         "reach X, mean ± sample standard deviation over the seeds that reach it (how many of how many). Last: a "
         f"rule's {results.targets[0].label} minus that of the decoupled gate with the same seed."
