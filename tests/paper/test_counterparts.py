@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 from msgspec.structs import replace
-from pages import table_of
+from pages import figure_of, table_of
 
 import loopscope as ls
 from loopscope.analysis.gaps import Gap
@@ -80,7 +80,7 @@ def results() -> Results:
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
     made = {product.name for product in PRODUCTS.make(results, ["paper", "overview"])}
-    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "gate_stages"}
+    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "transfer", "gate_stages"}
     assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "decoupled_gate", "teaser"]
 
 
@@ -165,6 +165,22 @@ def test_ouro_s_stages_stand_on_one_trajectory(results: Results) -> None:
     assert rows[2][-1] == ""
     assert rows[0][-1] == "0.00"  # in these results a joint run and a decoupled one are the same recordings
     assert rows[0][3] != rows[1][3]
+
+
+def test_panels_of_gates_say_whose_oracle_and_fixed_depth_they_show(results: Results) -> None:
+    def notes(name: str) -> list[str]:
+        """What each panel says in its corner."""
+        panels = [each for each in figure_of(PRODUCTS, results, name)["vconcat"][0]["concat"] if "title" in each]
+        rows = [[row for layer in each["layer"] for row in layer.get("data", {}).get("values", [])] for each in panels]
+        return [" ".join(row["text"] for row in reversed(found) if "text" in row) for found in rows]
+
+    fixed = [f"fixed, oracle, readouts: fixed prior, {prior}" for prior in ("uniform", "geometric 0.3")]
+    for name in ("gate_comparison", "linear_gate_comparison", "mlp_gate_comparison", "parity_frontiers", "teaser"):
+        found = notes(name)
+        assert found
+        assert all(any(text.startswith(each) for each in fixed) for text in found)
+    for name in ("posthoc_main", "posthoc_fixed", "posthoc_linear", "posthoc_mlp"):
+        assert all(text.startswith("fixed, oracle: this trajectory") for text in notes(name))
 
 
 def test_one_model_gives_what_it_can() -> None:

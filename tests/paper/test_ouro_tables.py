@@ -9,6 +9,7 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import Machine, ModelResult, QuestionBench, QuestionTiming, Results, Spread
 from loopscope.paper.counterparts import OURO, PRODUCTS, on_paper_grid
+from loopscope.paper.ouro_tables import row_winners
 from loopscope.paper.published import published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
@@ -155,6 +156,16 @@ def test_figures_show_the_models_that_they_are_of(results: Results) -> None:
     assert titles("ouro_14b_frontiers") == ["ARC-Easy", "HellaSwag"]
     assert titles("benchmark_frontiers") == ["Ouro-2.6B-Thinking, ARC-Easy", "small-ouro, MMLU"]
     assert titles("refitted_frontiers") == ["Ouro-1.4B, ARC-Easy", "Ouro-2.6B-Thinking, ARC-Easy"]
+
+
+def test_figures_of_language_models_show_every_readout_that_wins_a_row(results: Results) -> None:
+    """The paper's winners, of which hidden cosine has most rows, and ours, on either grid."""
+    theirs = {"hidden_cosine", "hidden_change", "entropy", "top1", "margin"}
+    ours = {row[4] for row in rows(results, "ouro_summary")} | {row[2] for row in rows(results, "ouro_thinking")}
+    assert theirs | ours - {"gate"} <= set(row_winners(results))
+    for name in ("ouro_frontiers", "ouro_14b_frontiers", "benchmark_frontiers"):
+        text = str(figure_of(PRODUCTS, results, name))
+        assert all(f"'line': '{readout}'" in text for readout in row_winners(results))
 
 
 def test_results_say_what_they_are_of_and_read_back(results: Results, ungated: Results) -> None:

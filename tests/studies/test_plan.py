@@ -10,7 +10,7 @@ import loopscope as ls
 from loopscope.cli import main
 from loopscope.studies.executors import do_step
 from loopscope.studies.plan import Plan
-from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, Train, to_be_done
+from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, Train, Transfer, to_be_done
 
 __all__ = ["finished"]
 
@@ -139,3 +139,37 @@ def test_a_study_with_other_settings_takes_another_folder(
     (own / "config.json").write_text("{}")
     with pytest.raises(ls.UserError, match="is a run of its own"):
         planned(TINY).check_folder(tmp_path / "x")
+
+
+def test_rules_are_transferred_between_the_runs_that_a_study_lists(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step a run, which reads recordings and gates alone; what was refused is said in the table."""
+    store, listed = finished / "store", ["mano-geometric0.3-fixed-s0", "mano-geometric0.3-fixed-s1"]
+    others = [*listed, "parity-uniform-fixed-s0"]
+
+    def study(*names: str) -> Path:
+        return changed(tmp_path, 'title = "Tiny"', f'title = "Tiny"\ntransfer = {json.dumps(names)}')
+
+    plan = planned(study(*others))
+    steps = to_be_done([step for model in plan.models for step in model.goals], store)
+    assert [step.kind for step in steps] == ["transfer"] * 3
+    assert not any(isinstance(need, Analyse) for step in steps for need in step.needs)
+    assert plan.results(store).transfer == []
+    for step in steps[:2]:
+        do_step(step, store, "cpu")
+    found = plan.results(store).transfer
+    assert {(each.fitted_on, each.stops) for each in found} == {(a, b) for a in listed for b in others}
+    readouts = {each.readout for each in found if each.fitted_on == listed[0]}
+    assert {"gate:linear-ponder", "gate:linear-utility"} < readouts
+    refused = {each.refused for each in found if each.stops == others[-1] and each.readout.startswith("gate:")}
+    assert all("keeps none; record it with --hidden" in sentence or "No verdict" in sentence for sentence in refused)
+    assert len(to_be_done([step for model in plan.models for step in model.goals], store)) == 1
+    assert not keys(planned(study(*listed)), Transfer) & keys(plan, Transfer)  # onto others
+    assert keys(planned(study("mano-*-fixed-*", others[-1])), Transfer) == keys(plan, Transfer)
+    words = ("--out", str(finished / "tiny"), "--store", str(store), "--product", "transfer")
+    assert main(["study", "report", str(study(*others)), *words]) == 0
+    assert "Rules across trajectories" in capsys.readouterr().out
+    for names, sentence in (([*listed, "nothing"], "transfers 'nothing'"), (listed[:1], "list two runs or more")):
+        with pytest.raises(ls.UserError, match=sentence):
+            planned(study(*names))

@@ -13,6 +13,7 @@ import numpy as np
 from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
 from loopscope.analysis.targets import Target
+from loopscope.analysis.transfer import TransferResult
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest, plain
 
@@ -25,6 +26,11 @@ class _Task(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     gate: str
+    name: str = ""  # of a class of the user's
+    options: dict[str, Any] = {}
+    injection: bool = False
+    norm: str = ""
+    loop_norm: bool = False
 
 
 class _Objective(msgspec.Struct):
@@ -52,14 +58,16 @@ class _RecordedRun(msgspec.Struct):
 
 
 def assemble_results(
-    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+    models: list[schema.ModelResult],
+    targets: Sequence[Target],
+    latency: Sequence[schema.QuestionBench] = (),
+    transfer: Sequence[TransferResult] = (),
 ) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return schema.Results(
-        schema.RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
-    )
+    groups, version = group_models(models, targets), loopscope_version()
+    return schema.Results(schema.RESULTS_SCHEMA, version, list(targets), models, groups, list(latency), list(transfer))
 
 
 def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:
@@ -146,6 +154,25 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     run = recorded_run(provenance)
     if run is None:
         return _tidy(name)
+    return _tidy(", ".join([_training_words(run), *architecture_words(run["model"]), *depth_words(provenance)]))
+
+
+def architecture_words(model: dict[str, Any]) -> list[str]:
+    """What tells the model of some settings from the paper's looped Transformer: its options, or its own class."""
+    words = [model["name"]] if model.get("name") else []
+    words += [f"{key} {value}" for key, value in model.get("options", {}).items()]
+    words += ["injection"] if model.get("injection") else []
+    words += ["post-norm"] if model.get("norm") == "post" else []
+    return words + (["loop norm"] if model.get("loop_norm") else [])
+
+
+def depth_words(provenance: dict[str, Any]) -> list[str]:
+    """The loops of a recording that has others than its model was trained with."""
+    trained = provenance.get("trained_loops")
+    return [] if trained is None else [f"{provenance.get('loops')} loops (trained with {trained})"]
+
+
+def _training_words(run: dict[str, Any]) -> str:
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"

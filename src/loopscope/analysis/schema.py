@@ -16,6 +16,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.targets import Target, TargetLevel
+from loopscope.analysis.transfer import TransferResult
 from loopscope.policy import Guarantee
 from loopscope.scope import Unit, counted, unit_of
 
@@ -252,6 +253,7 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     models: list[ModelResult]
     groups: list[GroupResult]
     latency: list[QuestionBench] = []  # of checkpoints whose exits were timed
+    transfer: list[TransferResult] = []  # rules of models on other models, where that was asked for
 
     @property
     def grouped(self) -> list[tuple[GroupResult, list[ModelResult]]]:

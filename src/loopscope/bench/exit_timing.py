@@ -26,6 +26,7 @@ from loopscope.errors import UserError
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.custom_model import register_model
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.packing import Layout
 from loopscope.models.tokenizer import load_tokenizer
@@ -103,12 +104,16 @@ def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequen
     names = [gate_readout(test)] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return BenchedModel(folder.name, load_model(folder), examples, test, [*policies, *chosen], trained=True)
+    model = load_model(folder)
+    model.set_depth(test.num_loops)
+    return BenchedModel(folder.name, model, examples, test, [*policies, *chosen], trained=True)
 
 
 def random_model(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> BenchedModel:
     """A model with random weights under the thresholds at which it takes about so many loops on average."""
     settings = read_settings(source, overrides)
+    if settings.model.is_custom:
+        register_model(str(settings.model.name))  # the user's settings name it
     model = initial_model(settings).eval().requires_grad_(False)
     examples = settings.task.split("test", count)
     recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))

@@ -44,6 +44,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--examples N", "examples for random weights", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", "--threads N", "--json")
+    inputs.add_custom_model(parser)
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
@@ -77,7 +78,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
-        inputs.finished_run(run)
+        inputs.finished_run(run, options.with_model)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
     policies = inputs.policies_by_model(
@@ -91,6 +92,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
 
     inputs.device_of(options)
+    inputs.import_models(options)
     size = options.batch_size or (None if options.runs else 64)
     models = [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
     if not models:

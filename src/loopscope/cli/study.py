@@ -11,11 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import device_of, out_folder
+from loopscope.cli.inputs import device_of
 from loopscope.cli.options import PRECISIONS, Parser, add_group, add_shared, add_verb, given, option
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, working
 from loopscope.cli.report import add_report_options, check_products, show_report, shown_command
 from loopscope.errors import UserError
+from loopscope.files import out_folder
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from loopscope.studies.plan import Model, Plan
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
-_STEPS |= {"policy": "policies", "analysis": "analyses", "timing": "timings"}
+_STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
 _HASH_DIGITS = 8
@@ -201,7 +202,10 @@ def _plan(options: argparse.Namespace) -> None:
     _print_steps(plan, store)
     if left := sum(step.units - step.units_done(store) for step in plan.steps if step.kind == "run"):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
-        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
+        trained = [model.training.settings for model in plan.models if model.training is not None]
+        custom = any(settings.model.is_custom for settings in trained)
+        rest = ", without those of custom models" if custom else ""
+        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU{rest}.")
     hashes = "; a run's is named run- and a hash, which begins as in the table"
     print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
 

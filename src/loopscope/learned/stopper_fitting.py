@@ -22,7 +22,7 @@ from loopscope.learned.stopper import Stopper, StopperKind, bins_before_last, pr
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.replay import has_signal
 from loopscope.readouts.signals import OWN_GATES, Array, Signal
-from loopscope.splits import check_fitting, fitting_data
+from loopscope.splits import check_split, fitting_data
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
@@ -65,7 +65,7 @@ def fit_out_of_bag(
 ) -> FittedStopper:
     """The same, and what it says of the recording itself without having seen the example."""
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
-    check_fitting(recording, "stopper")
+    check_split(recording, "A stopper must not be fitted", "train")
     if too_little := why_not_learned(recording):
         raise UserError(too_little)
     names = tuple(stopper_signals(recording) if signals is None else signals)

@@ -3,10 +3,17 @@
 h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
 is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
 
+Three options of the architecture change how the same weights compute, so that models differ in nothing else:
+
+- injection: h_t = block(h_{t-1} + e) with the embedding e, from h_0 = 0; loop 1 is that of a model without it;
+- norm = "post": the norms stand after the residual sums, z = LN(h + attention(h)), h = LN(z + MLP(z));
+- loop_norm: h_t = LN(block(h_{t-1})) by the final norm, so that r_t = h_t and the next loop starts from it, as in Ouro.
+
 Shapes: B rows, S states, D width, V vocabulary.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +24,7 @@ from torch.func import functional_call
 from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
 from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
 from loopscope.models.decoder_layers import through
-from loopscope.models.looped_model import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
 ROTARY_BASE = 10_000.0
@@ -31,12 +38,17 @@ class LoopedTransformer(LoopedModel):
         self.num_loops = settings.loops
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.settings = settings
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
         self.block = nn.ModuleList(TransformerLayer(settings, str(number)) for number in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
         self._initialise(settings.layers)
+
+    @property
+    def configuration_sha256(self) -> str | None:
+        return self.settings.sha256
 
     def _initialise(self, layers: int) -> None:
         """std 1/sqrt(fan_in) at every width: GPT-2's fixed 0.02 is far too small for a width of 64."""
@@ -56,20 +68,23 @@ class LoopedTransformer(LoopedModel):
         hidden = self.embedding(tokens)
         if self.position is not None:
             hidden = hidden + self.position(layout.positions)
-        return initial_loop_state(hidden, layout)
+        state = initial_loop_state(hidden, layout)
+        return InjectedState(torch.zeros_like(hidden), layout, state.loop, hidden) if self.settings.injection else state
 
     def step(self, state: LoopState) -> LoopState:
-        return LoopState(through(self.block, state.hidden, state.layout), state.layout, state.loop + 1)
+        hidden = through(self.block, _entering(state), state.layout)
+        return replace(state, hidden=self.norm(hidden) if self.settings.loop_norm else hidden, loop=state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        hidden = through(before, state.hidden, state.layout)
+        hidden = through(before, _entering(state), state.layout)
         return self.norm(last.at(positions, hidden, state.layout))
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return self.norm(state.at(positions))
+        hidden = state.at(positions)
+        return hidden if self.settings.loop_norm else self.norm(hidden)
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.embedding.weight)
@@ -78,13 +93,19 @@ class LoopedTransformer(LoopedModel):
         return None if self.gate is None else self.gate(pooled)
 
 
+def _entering(state: LoopState) -> Tensor:
+    """What the block of the next loop reads."""
+    return state.hidden + state.embedded if isinstance(state, InjectedState) else state.hidden
+
+
 class TransformerLayer(nn.Module):
-    """z = h + attention(LN(h)); h = z + MLP(LN(z))."""
+    """z = h + attention(LN(h)); h = z + MLP(LN(z)). With norms after the sums, LN stands around these."""
 
     def __init__(self, settings: TransformerSettings, layer: str) -> None:
         super().__init__()
         self.layer_name = layer  # under which the cache keeps its keys and values
         width, bias = settings.width, settings.bias
+        self.norms_after = settings.norm == "post"
         self.heads, self.head_width = settings.heads, width // settings.heads
         self.rotary = Rotary(self.head_width, ROTARY_BASE) if settings.positions == "rotary" else None
         self.attention_norm = nn.LayerNorm(width, bias=bias)
@@ -95,14 +116,14 @@ class TransformerLayer(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
+        projected = self.attention_in(self._attended(hidden)).view(-1, 3 * self.heads, self.head_width)
         attended = cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
         return self._residual(hidden, attended)
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
         index = layout.states_at(positions)
-        normed, width = self.attention_norm(hidden), hidden.shape[1]
+        normed, width = self._attended(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
         query_bias, other_bias = (None, None) if bias is None else (bias[:width], bias[width:])
         query = F.linear(normed.index_select(0, index), weight[:width], query_bias)
@@ -111,8 +132,15 @@ class TransformerLayer(nn.Module):
         attended = packed_attention_at(query, others, positions, layout, self.rotary)
         return self._residual(hidden.index_select(0, index), attended)
 
+    def _attended(self, hidden: Tensor) -> Tensor:
+        """What attention reads."""
+        return hidden if self.norms_after else self.attention_norm(hidden)
+
     def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.attention_out(attended)
+        if self.norms_after:
+            hidden = self.attention_norm(hidden)
+            return self.mlp_norm(hidden + self.mlp_out(F.gelu(self.mlp_in(hidden))))
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
 
 

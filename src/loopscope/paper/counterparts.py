@@ -162,8 +162,8 @@ PRODUCTS = Catalogue(
     {**OVERVIEW.recipes, **PAPER, **OURO, "gate_stages": tables.gate_stages},
     {
         "overview": (*OVERVIEW.groups["overview"], "decoupled_gate"),
-        "paper": ("headline", "diagnosis", "stoppers", "certified", *PAPER, "paired", "depths", "forced"),
-        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "paired"),
+        "paper": ("headline", "diagnosis", "stoppers", "certified", "transfer", *PAPER, "paired", "depths", "forced"),
+        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "transfer", "paired"),
     },
     _counterparts,
 )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
-from loopscope.analysis.results import model_label, over_seeds, recorded_run
+from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
 from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
@@ -44,7 +44,7 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run that figures show."""
+        """The run whose own value and interval tables show beside those over seeds."""
         return self.models[0]
 
     @property
@@ -75,11 +75,16 @@ Rule = tuple[TrainedVariant | None, str]
 def trained_variants(
     results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
 ) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
+    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's.
+
+    They are of one architecture and depth: the paper's, or else that which differs least from it.
+    """
     variants = []
-    for group, models in results.grouped:
-        run = recorded_run(models[0].provenance)
-        if run is None or run["objective"]["name"] not in objectives:
+    runs = [(group, models, recorded_run(models[0].provenance)) for group, models in results.grouped]
+    found = [(group, models, run) for group, models, run in runs if run and run["objective"]["name"] in objectives]
+    usual = min((_architecture(models[0], run) for _, models, run in found), key=len, default=[])
+    for group, models, run in found:
+        if _architecture(models[0], run) != usual:
             continue
         if run["objective"]["prior"] not in ("uniform", "geometric"):  # the paper has no others
             continue
@@ -88,6 +93,10 @@ def trained_variants(
         beta = None if gate == "none" else float(objective["beta"])
         variants.append(TrainedVariant(run["task"]["name"], gate, prior, beta, group, models))
     return variants
+
+
+def _architecture(model: ModelResult, run: dict[str, Any]) -> list[str]:
+    return [*architecture_words(run["model"]), *depth_words(model.provenance)]
 
 
 class TaskVariants:
@@ -255,9 +264,9 @@ def gate_stages(results: Results) -> Table:
         rows += _remedy_rows(rules, decoupled, results)
     note = (
         "Stage I trains trunk and gate jointly, with a KL to a prior (to a uniform one: an entropy bonus). Stage II "
-        "holds the trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the decoupled "
-        "gate, and a gate fitted to the fixed prior's trajectory. D@X: least average loops on the test curve that "
-        "reach X, mean ± sample standard deviation over the seeds that reach it (how many of how many). Last: a "
+        "holds the trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the "
+        "decoupled gate, and a gate fitted to the fixed prior's trajectory. D@X: least average loops on the test curve "
+        "that reach X, mean ± sample standard deviation over the seeds that reach it (how many of how many). Last: a "
         f"rule's {results.targets[0].label} minus that of the decoupled gate with the same seed."
     )
     return Table("Stage I, stage II, and a decoupled gate", note, _remedy_columns(results), rows)

@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, check_known
 from loopscope.readouts.readout import Readout, find_readout
 from loopscope.readouts.signals import CONVERGENCE, FITTED, OWN_GATES, SIGNALS, Array, Signal, as_defined, by_chunks
 from loopscope.trajectory import NO_LABELS, Trajectory
@@ -47,7 +47,8 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
         _check_source(name, definition, recorded, trajectory)
         return recorded
     if definition is None:
-        raise UserError(f"There is no signal '{name}'; choose one of {', '.join([*SIGNALS, *trajectory.signals])}.")
+        check_known(name, [*SIGNALS, *trajectory.signals], "signal")
+    assert definition is not None
     source = "fitted" if name.startswith(FITTED) else definition.reads or "recorded"
     values = None if source in ("fitted", "recorded") else _source(definition, trajectory)
     if values is None:

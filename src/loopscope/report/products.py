@@ -12,6 +12,7 @@ from loopscope.report.channels import channel_doses, channel_table
 from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
 from loopscope.report.curves import SIGNAL_TITLES, every_group, frontier_panel, readout_lines, signal_panels
 from loopscope.report.tables import Table
+from loopscope.report.transfer_table import transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
@@ -109,8 +110,8 @@ def _every_signal(results: Results) -> Drawing | None:
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
-    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless "
-    "validation data choose more readouts: tables and the page have the others."
+    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless more "
+    "lines must be drawn (gates, and readouts that validation data choose): tables and the page have the others."
 )
 SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1."
 _FORCED = "Accuracy of every loop, without any exit rule: the trajectory itself."
@@ -125,6 +126,7 @@ _OVERVIEW: dict[str, Recipe] = {
     "diagnosis": tables.gaps,
     "stoppers": tables.learned_stoppers,
     "certified": tables.certified,
+    "transfer": transfer_table,
     "frontiers": Figure(_every_frontier, "Frontiers", CURVES),
     "forced_exits": Figure(lambda found: forced_exits(every_group(found)), "Forced exits by difficulty", _FORCED),
     "exit_distributions": Figure(

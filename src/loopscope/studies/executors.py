@@ -77,11 +77,14 @@ def _seed(model: Model) -> int:
 
 
 def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[TimeEstimate]:
-    """About how long each training run that is missing would take on this machine; runs of one shape are timed once."""
+    """About how long each training run that is missing would take on this machine; runs of one shape are timed once.
+
+    Custom models are left out: their size is not known before they are imported, and a plan imports nothing.
+    """
     known: dict[object, TimeEstimate] = {}  # of one step
     found = []
     for step in steps:
-        if isinstance(step, Train) and not step.done(store):
+        if isinstance(step, Train) and not step.done(store) and not step.settings.model.is_custom:
             settings = step.settings
             shape = (settings.model, settings.task, settings.training.batch_size)
             if shape not in known:

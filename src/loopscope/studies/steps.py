@@ -1,4 +1,4 @@
-"""The steps of a study: train, record or score, fit, certify, analyse, time.
+"""The steps of a study: train, record or score, fit, certify, analyse, transfer, time.
 
 Each makes one artifact, a folder addressed by what made it. A step holds the steps that it needs, so its hash covers
 everything that its artifact depends on: settings, splits, the runs below it. The same step is never done twice, a
@@ -7,7 +7,7 @@ appears whole (a run: once its weights are there).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +17,23 @@ import msgspec
 import numpy as np
 import torch
 
+from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, load_recordings
 from loopscope.analysis.schema import ModelResult, QuestionBench
+from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.transfer import TransferResult, fitted_rules, replayed_rules
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
 from loopscope.bench.exit_timing import time_benchmark
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
+from loopscope.checks.model_contract import check_model
 from loopscope.config import Settings, digest, plain, read_json, write_json
 from loopscope.errors import UserError
 from loopscope.frontier import choose
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import WEIGHTS
+from loopscope.models.custom_model import register_model
 from loopscope.policy import ExitPolicy
 from loopscope.questions import Split
 from loopscope.readouts.readout import POST_HOC
@@ -39,7 +44,7 @@ from loopscope.studies.study_file import ExternalSource
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
-from loopscope.training.task_run import TaskRun, train
+from loopscope.training.task_run import TaskRun, initial_model, train
 from loopscope.training.training_loop import with_objective
 from loopscope.trajectory import Trajectory, concatenate
 
@@ -121,11 +126,18 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def check(self, store: Path) -> None:
-        """Says before anything is trained what is wrong with an objective of the user's own."""
+        """Says before anything is trained what is wrong with an objective or a model of the user's own."""
         with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
+        if self.settings.model.is_custom:
+            check_model(initial_model(self.settings).eval())
 
     def run(self, store: Path, device: torch.device) -> None:
         train(self.settings, self.folder(store), device)
+
+    def import_model(self) -> None:
+        """Lets its model be loaded, which the study's file names."""
+        if self.settings.model.is_custom:
+            register_model(str(self.settings.model.name))
 
 
 class Recording(Step, frozen=True, kw_only=True):
@@ -149,6 +161,7 @@ class Record(Recording, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
+        self.of.import_model()
         record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
 
 
@@ -253,6 +266,11 @@ class Analyse(Step, frozen=True, kw_only=True):
     def is_reference(self) -> bool:
         return self.reference == (self.validation, self.test)
 
+    def subject(self, store: Path) -> Subject:
+        """Its recordings as they are counted."""
+        found = load_recordings("", self.validation.folder(store), self.test.folder(store), self.unseen)
+        return found.measure
+
     def run(self, store: Path, device: torch.device) -> None:
         def recordings(name: str, validation: Recording, test: Recording) -> ModelRecordings:
             return load_recordings(name, validation.folder(store), test.folder(store), self.unseen)
@@ -281,6 +299,38 @@ class Analyse(Step, frozen=True, kw_only=True):
 
     def details(self, store: Path) -> ThresholdDetails:
         return read_json(ThresholdDetails, self.folder(store) / "details.json", "analysis")
+
+
+class Transfer(Step, frozen=True, kw_only=True):
+    """The rules of a model, replayed on the test data of others, itself among them."""
+
+    kind: ClassVar[str] = "transfer"
+    of: Analyse
+    onto: tuple[Analyse, ...]
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        """Recordings and gates; what the analyses say is not asked."""
+        read = [step for each in self.onto for step in (each.validation, each.test)]
+        return (self.of.validation, *self.of.gates, *read)
+
+    @property
+    def units(self) -> int:
+        return SMALL * len(self.onto)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        target = as_targets(self.of.targets)[0]
+        subjects = {each.key: each.subject(store) for each in self.onto}
+        validation = subjects[self.of.key].validation
+        rules = fitted_rules(validation, load_fits(self.of.gates, store), target)
+        pairs = ((key, subject) for key, subject in subjects.items())
+        found = [each for pair in pairs for each in replayed_rules(rules, (self.of.key, validation), pair, target)]
+        self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
+
+    def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
+        """What was found, under the names of the models, by the keys of their analyses."""
+        found = read_json(list[TransferResult], self.checked_folder(store) / "transfer.json", "transfer")
+        return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
 
 
 class Time(Step, frozen=True, kw_only=True):

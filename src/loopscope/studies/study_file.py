@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from loopscope.analysis.results import architecture_words
 from loopscope.artifacts import sha256
 from loopscope.certify.risk_target import AUTO, RiskTarget
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
@@ -34,7 +35,7 @@ from loopscope.training.settings import (
     RunSettings,
     Share,
     read_settings,
-    with_source,
+    with_sources,
 )
 from loopscope.user_code import is_user_name
 
@@ -172,6 +173,7 @@ class Study(Settings, frozen=True, kw_only=True):
     products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
     parts: tuple[StudyPart, ...] = ()
     checkpoints: tuple[Checkpoints, ...] = ()
+    transfer: tuple[str, ...] = ()  # names of runs, or patterns (`mano-*-s0`), whose rules are replayed on each other
 
     def __post_init__(self) -> None:
         require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))
@@ -301,10 +303,11 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
                 changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
             else:
                 changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
-            settings = read_settings(source, overrides, of_study=[*part.set, *changes])
-            settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
+            settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
             task = part.name or type(settings.task).__name__.lower()
-            made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
+            words = [task, *architecture_words(plain(settings.model))]
+            words.append(_run_name(settings.objective, gate, prior, beta, seed))
+            made = entry.name or re.sub(r"[^\w.-]", "_", "-".join(words))
             runs.append(StudyRun(made, settings, prior, beta, entry))
     return runs
 

@@ -13,6 +13,7 @@ from loopscope.progress import clock
 from loopscope.training.objectives import expected_loops
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import RunSettings
+from loopscope.training.task_run import initial_model
 
 _MAX_HOURS = 24.0
 _MAX_MEASURED_WIDTH = 1024
@@ -42,7 +43,10 @@ def check_memory(settings: RunSettings, device: torch.device, workers: Workers =
     """Rejects a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
     rows, task = workers.share(settings.training.batch_size), settings.task
     tokens = rows * task.positions
-    need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
+    if settings.model.is_custom:
+        need = 16.0 * _custom_size(settings)[0]  # what a step keeps beside the weights, nobody can tell
+    else:
+        need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
     need += 8.0 * (task.train_examples + task.validation_examples) * task.positions
     if device.type == "cuda":
         have = float(torch.cuda.mem_get_info(device)[0])
@@ -65,9 +69,20 @@ def estimate_time(
     """
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
-    flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
+    if settings.model.is_custom:
+        parameters, width = _custom_size(settings)
+        flops = 6.0 * settings.num_loops * tokens * parameters  # as if each were used once a token and loop
+    else:
+        flops, width = training_flops(settings.model, task.vocab_size, tokens, rows), settings.model.width
+    flops *= settings.training.steps - done
     flops *= expected_loops(settings.objective, settings.num_loops) / settings.num_loops
-    return time_for(flops, settings.model.width, device, workers)
+    return time_for(flops, width, device, workers)
+
+
+def _custom_size(settings: RunSettings) -> tuple[int, int]:
+    """The parameters of a model of the user's, and the width of its widest."""
+    parameters = list(initial_model(settings).parameters())
+    return sum(each.numel() for each in parameters), max(each.shape[-1] for each in parameters if each.ndim)
 
 
 def time_for(flops: float, width: int, device: torch.device, workers: Workers = SINGLE_WORKER) -> TimeEstimate:

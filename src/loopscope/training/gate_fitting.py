@@ -134,7 +134,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
     """A copy of a checkpoint whose own gate is this one; the gates must have the same form."""
     names = gate_tensors(checkpoint)
     if set(names) != set(gate.tensors):
-        own = "no gate" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
+        own = "no gate of LoopScope's" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     gate.check(weights_sha256(checkpoint))
     with artifact_folder(out, "checkpoint") as scratch:

@@ -18,7 +18,8 @@ A prior pi is one of two that have names, a list of weights, or a function of th
 Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -229,8 +230,7 @@ def load_objective(objective: Objective, seed: int, function: UserFunction | Non
 
 def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops: LoopLosses) -> Tensor:
     """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(digest([seed, loops.step])[:8], 16))
+    with random_numbers(seed, loops.step):
         try:
             loss = function(loops, **(objective.options or {}))
         except (Exception, SystemExit) as error:
@@ -244,6 +244,14 @@ def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops:
             "loops.gate_logits, without detach() or item()."
         )
     return loss.mean()
+
+
+@contextmanager
+def random_numbers(*key: int | str) -> Iterator[None]:
+    """PyTorch draws from `key` alone in here, and draws on as before after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(digest(list(key))[:8], 16))
+        yield
 
 
 def try_objective(

@@ -28,7 +28,7 @@ from loopscope.files import (
     write_bytes,
 )
 from loopscope.models.checkpoint_folder import CONFIG, is_of_task, read_checkpoint_config
-from loopscope.training.settings import RunSettings, with_source
+from loopscope.training.settings import RunSettings, with_sources
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
@@ -41,6 +41,7 @@ _NAMES = {
     "teacher_sha256": "--teacher",
     "objective.source_sha256": "the source text of the objective",
     "objective.prior_sha256": "the source text of the prior",
+    "model.source_sha256": "the source text of the model",
 }
 """What users call the settings of a run that are hashes."""
 
@@ -75,8 +76,7 @@ def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
     """Rejects a folder that holds something, and no run; with settings, also one with a run that has others."""
     if is_file(folder / CONFIG):
         if settings is not None:
-            objective = with_source(settings.objective)
-            check_same_run(folder, {"run": plain(msgspec.structs.replace(settings, objective=objective))})
+            check_same_run(folder, {"run": plain(with_sources(settings))})
     elif is_folder(folder) and not all(map(is_scratch, folder.iterdir())):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
 

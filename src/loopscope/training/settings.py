@@ -1,9 +1,10 @@
 """What does a training run depend on? Its settings, from a preset or a TOML file; they are read without PyTorch.
 
-`objective = "module:function"` names a custom objective, and `objective.prior` may name a custom prior. A module is
-found where Python finds modules, the current folder included, and its source text enters the run's settings as a hash
-(`with_source`, which does not run the module): with another text it is another run. Only training imports the module
-(`training/objectives.py`), so that nobody runs code because a checkpoint's file names it.
+`objective = "module:function"` names a custom objective, `objective.prior` may name a custom prior, and
+`model = "module:Class"` names a custom model. A module is found where Python finds modules, the current folder
+included, and its source text enters the run's settings as a hash (`with_sources`, which does not run the module): with
+another text it is another run. Training imports the module, because the user's settings name it; nobody runs code
+because a checkpoint's file names it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from loopscope.config import (
     Layers,
     Loops,
     NonNegative,
+    Option,
     Positions,
     Positive,
     RotaryBase,
@@ -34,7 +36,7 @@ from loopscope.config import (
 )
 from loopscope.errors import brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import TransformerSettings, require_values
+from loopscope.models.checkpoint_folder import ModelSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
 from loopscope.user_code import is_user_name, source_sha256
@@ -55,12 +57,12 @@ _SETTINGS_OF = {
     **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
 }
 """The objectives that have a setting, by the setting's name."""
+_NAMED_TABLES = ("objective", "model")
 
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 DepthPrior = str | tuple[Share, ...]
 """One of `PRIORS`, the weights of all loops, or module:function."""
-Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
 UserFunction = Callable[..., Any]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
@@ -187,10 +189,10 @@ class Training(Settings, frozen=True, kw_only=True):
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
-    """Of a looped Transformer that is trained on a task."""
+    """Of a model that is trained on a task."""
 
     task: Mano | Parity
-    model: TransformerSettings = TransformerSettings()
+    model: ModelSettings = ModelSettings()
     objective: Objective = Objective()
     training: Training = Training()
 
@@ -309,12 +311,13 @@ def _named_source(source: str, overrides: Sequence[str]) -> str:
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
+    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name, `model` too."""
     values = dict(tables)
     for assignments in ([], *([override] for override in overrides)):
         values = with_overrides(values, assignments)
-        if isinstance(values.get("objective"), str):
-            values["objective"] = {"name": values["objective"]}
+        for table in _NAMED_TABLES:
+            if isinstance(values.get(table), str):
+                values[table] = {"name": values[table]}
     return values
 
 
@@ -338,3 +341,17 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
         found = source_sha256(objective.name, "objective", objective.source_sha256 or None, function)
         objective = msgspec.structs.replace(objective, source_sha256=found)
     return objective
+
+
+def with_model_source(model: ModelSettings, given: type | None = None) -> ModelSettings:
+    """The same of a model of the user's; `given` is its class, where Python has it already."""
+    if not model.is_custom:
+        return model
+    recorded = None if model.source_sha256 is UNSET else model.source_sha256
+    return msgspec.structs.replace(model, source_sha256=source_sha256(str(model.name), "model", recorded, given))
+
+
+def with_sources(settings: RunSettings) -> RunSettings:
+    """The settings with the hashes of all source texts that they name."""
+    model, objective = with_model_source(settings.model), with_source(settings.objective)
+    return msgspec.structs.replace(settings, model=model, objective=objective)
