@@ -97,7 +97,7 @@ def results() -> Results:
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
     made = {product.name for product in PRODUCTS.make(results, ["paper", "overview"])}
-    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "transfer"}
+    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "transfer", "gate_stages"}
     assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "decoupled_gate", "teaser"]
 
 
@@ -184,6 +184,23 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
         ["parity", f"{fixed} (1 seed)", "best single readout", "2.00", "N/A", "0.00"],
         ["parity", f"{fixed} (1 seed)", "best fitted gate", "3.00", "N/A", "1.00"],
     ]
+
+
+def test_ouro_s_stages_stand_on_one_trajectory(results: Results) -> None:
+    """A joint gate, a gate fitted afterwards to the same runs, and the decoupled gate that both are compared with."""
+    rows = table_of(PRODUCTS, results, "gate_stages").rows
+    joint, decoupled = "MLP gate, geometric 0.3, β 0.1 (2 seeds)", "decoupled MLP gate, geometric 0.3, β 0.1 (1 seed)"
+    fixed = "fixed prior, geometric 0.3 (2 seeds)"
+    assert [row[1:3] for row in rows] == [
+        [joint, "its own gate"],
+        [joint, "best fitted gate"],
+        [decoupled, "its own gate"],
+        [fixed, "best fitted gate"],
+        [fixed, "best single readout"],
+    ]
+    assert rows[2][-1] == ""
+    assert rows[0][-1] == "0.00"  # in these results a joint run and a decoupled one are the same recordings
+    assert rows[0][3] != rows[1][3]
 
 
 def test_panels_of_gates_say_whose_oracle_and_fixed_depth_they_show(results: Results) -> None:

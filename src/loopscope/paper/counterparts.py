@@ -160,7 +160,7 @@ def _counterparts() -> Mapping[str, str]:
 
 
 PRODUCTS = Catalogue(
-    {**OVERVIEW.recipes, **PAPER, **OURO},
+    {**OVERVIEW.recipes, **PAPER, **OURO, "gate_stages": tables.gate_stages},
     {
         "overview": (*OVERVIEW.groups["overview"], "decoupled_gate"),
         "paper": ("headline", "diagnosis", "stoppers", "certified", "transfer", *PAPER, "paired", "depths", "forced"),

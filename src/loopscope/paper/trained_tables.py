@@ -73,6 +73,10 @@ class TrainedVariant:
         return self.gate in gates and prior == self.prior
 
 
+Rule = tuple[TrainedVariant | None, str]
+"""Runs, if there are any, and by what they exit."""
+
+
 def trained_variants(
     results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
 ) -> list[TrainedVariant]:
@@ -236,11 +240,9 @@ def decoupled_gate(results: Results) -> Table:
         same = task.at(decoupled.gate, decoupled.prior, decoupled.beta)
         fixed = task.fixed(decoupled.prior)
         gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
-        rules = [(group, "its own gate") for group in gated]
+        rules: list[Rule] = [(group, "its own gate") for group in gated]
         rules += [(fixed, "best single readout"), (fixed, "best fitted gate")]
-        for group, rule in rules:
-            if group is not None and any(_frontiers(model, rule) for model in group.models):
-                rows.append([group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)])
+        rows += _remedy_rows(rules, decoupled, results)
     target = results.targets[0]
     note = (
         "The decoupled gate's trajectory is shaped by the fixed prior, and the gate learns behind a stop-gradient; the "
@@ -251,8 +253,41 @@ def decoupled_gate(results: Results) -> Table:
         f"{target.label} minus that of the decoupled gate with the same seed; positive where the decoupled gate is "
         "quicker."
     )
-    columns = ["task", "training", "exits by", *_depth_columns(results), f"{target.label} - decoupled gate's"]
-    return Table("One stop-gradient: decoupled gates", note, columns, rows)
+    return Table("One stop-gradient: decoupled gates", note, _remedy_columns(results), rows)
+
+
+def gate_stages(results: Results) -> Table:
+    """Ouro's stages: a gate that is trained jointly, gates fitted to the same trajectory, and what avoids both."""
+    rows = []
+    for decoupled in trained_variants(results, ["decoupled_gate"]):
+        task = TaskVariants(results, decoupled.task)
+        joint, fixed = task.at(decoupled.gate, decoupled.prior, decoupled.beta), task.fixed(decoupled.prior)
+        if joint is None or not any(_frontiers(model, "best fitted gate") for model in joint.models):
+            continue
+        rules: list[Rule] = [(joint, "its own gate"), (joint, "best fitted gate"), (decoupled, "its own gate")]
+        rules += [(fixed, "best fitted gate"), (fixed, "best single readout")]
+        rows += _remedy_rows(rules, decoupled, results)
+    note = (
+        "Stage I trains trunk and gate jointly, with a KL to a prior (to a uniform one: an entropy bonus). Stage II "
+        "holds the trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the "
+        "decoupled gate, and a gate fitted to the fixed prior's trajectory. D@X: least average loops on the test curve "
+        "that reach X, mean ± sample standard deviation over the seeds that reach it (how many of how many). Last: a "
+        f"rule's {results.targets[0].label} minus that of the decoupled gate with the same seed."
+    )
+    return Table("Stage I, stage II, and a decoupled gate", note, _remedy_columns(results), rows)
+
+
+def _remedy_columns(results: Results) -> list[str]:
+    return ["task", "training", "exits by", *_depth_columns(results), f"{results.targets[0].label} - decoupled gate's"]
+
+
+def _remedy_rows(rules: Sequence[Rule], decoupled: TrainedVariant, results: Results) -> list[list[str]]:
+    """Of the rules that there are."""
+    return [
+        [group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)]
+        for group, rule in rules
+        if group is not None and any(_frontiers(model, rule) for model in group.models)
+    ]
 
 
 def mano_latency(results: Results) -> Table:

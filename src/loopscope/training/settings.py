@@ -123,8 +123,6 @@ class Objective(Settings, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
         if kind in WITH_PRIOR:
             require_values(*self._prior_rules())
-        if kind in WITH_PRIOR and self.prior not in PRIORS:
-            msgspec.structs.force_setattr(self, "geometric_lambda", UNSET)
         if self.name == GATE_CHANNELS and self.channels is not None:
             shares: Iterable[float | UnsetType] = self.channels
             if self.channels in CORNERS:
@@ -142,7 +140,7 @@ class Objective(Settings, frozen=True, kw_only=True):
             yield is_distribution(self.prior), f"the weights of prior add up to {sum(self.prior):g}; make it 1"
             kept = self.name not in GATED or all(self.prior)
             yield kept, f"'{self.name}' has a KL to its prior, so no weight of prior may be 0"
-        named = self.prior == "geometric" or self.prior == "uniform" or self.geometric_lambda in (_LAMBDA, UNSET)
+        named = self.prior in PRIORS or self.geometric_lambda == _LAMBDA
         yield named, "geometric_lambda needs the prior 'geometric'"
         yield self.has_custom_prior or self.prior_sha256 is UNSET, "prior_sha256 needs a prior of your own"
 
