@@ -32,6 +32,8 @@ RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]  # products of two are still numbers in float32
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
+"""What the settings of a user's code may be."""
 
 
 _MAX_TOML_BYTES = 1 << 22

@@ -39,7 +39,7 @@ from loopscope.recording_paths import ANALYSED, find_recordings
 from loopscope.scope import scope_of
 from loopscope.tasks import Examples
 from loopscope.threshold_grids import fine_grid
-from loopscope.training.run_folder import read_run_settings
+from loopscope.training.run_folder import read_run_settings, task_of_run
 from loopscope.training.settings import read_settings
 from loopscope.training.task_run import initial_model
 from loopscope.trajectory import Trajectory
@@ -92,11 +92,13 @@ class BenchedModel:
     trained: bool
 
 
-def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
+def trained_model(
+    folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = (), custom_tasks: Sequence[str] = ()
+) -> BenchedModel:
     """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
-    settings = read_run_settings(folder)
+    task = task_of_run(folder, read_run_settings(folder), custom_tasks)
     validation, test = (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
-    examples = settings.task.split("test", test.num_examples)
+    examples = task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
@@ -109,7 +111,7 @@ def random_model(source: str, overrides: list[str], count: int, loops: float, re
     """A model with random weights under the thresholds at which it takes about so many loops on average."""
     settings = read_settings(source, overrides)
     model = initial_model(settings).eval().requires_grad_(False)
-    examples = settings.task.split("test", count)
+    examples = settings.generator.split("test", count)
     recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))
     policies = []
     for readout in dict.fromkeys(readouts):

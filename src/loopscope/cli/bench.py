@@ -19,6 +19,7 @@ from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.progress import track
 from loopscope.recording_paths import find_recordings
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--set A.B=C", "change a setting of the random model (repeatable)", action="append")
     option(parser, "--examples N", "examples for random weights", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
+    inputs.add_custom_tasks(parser)
     add_shared(parser, "--rounds N", "--threads N", "--json")
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
@@ -77,7 +79,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
-        inputs.finished_run(run)
+        task_of_run(run, inputs.finished_run(run), options.with_task)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
     policies = inputs.policies_by_model(
@@ -92,7 +94,10 @@ def _bench_exits(options: argparse.Namespace) -> None:
 
     inputs.device_of(options)
     size = options.batch_size or (None if options.runs else 64)
-    models = [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
+    models = [
+        trained_model(run, options.readout, own, options.with_task)
+        for run, own in zip(options.runs, policies, strict=True)
+    ]
     if not models:
         readouts = options.readout or ["margin"]
         models = [random_model(options.settings, options.set, options.examples, options.loops, readouts)]

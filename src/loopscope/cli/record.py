@@ -28,6 +28,7 @@ from loopscope.policy import ExitPolicy, Loss
 from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import SPLITS, Trajectory
 
 
@@ -47,6 +48,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--out DIR", "folder of the recording (default: RUN/recordings/SPLIT)", type=inputs.out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
     inputs.add_custom_readouts(parser)
+    inputs.add_custom_tasks(parser)
     parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
     add_shared(parser, "model")
     option(parser, "files", "text files to record", **files)
@@ -94,7 +96,8 @@ def _record_task(options: argparse.Namespace) -> None:
     loopscope record task runs/paper --split extrapolation --levels 11-14 \\
         --examples 10000
     """
-    inputs.finished_run(options.run)
+    settings = inputs.finished_run(options.run)
+    task_of_run(options.run, settings, options.with_task)
     from loopscope.recording.recording_folder import Keep
     from loopscope.recording.task_recording import record_task
 
@@ -102,7 +105,9 @@ def _record_task(options: argparse.Namespace) -> None:
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
     with _recording(options, f"recording {options.split}", out) as advance:
         recording = record_task(
-            options.run, options.split, out, keep, options.examples, options.levels, inputs.device_of(options), advance
+            *(options.run, options.split, out, keep, options.examples, options.levels, inputs.device_of(options)),
+            progress=advance,
+            custom_tasks=options.with_task,
         )
     size, loops = recording.num_examples, recording.num_loops
     summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": loops}

@@ -36,6 +36,7 @@ from loopscope.learned.attach import attach, load_fitted
 from loopscope.policy import ExitPolicy
 from loopscope.recording_paths import find_recording
 from loopscope.tasks import Examples
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import Trajectory
 
 Parse = Callable[[list[str]], Examples]
@@ -61,6 +62,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
     option(parser, "--batch-size N", "rows to run at a time", default=256)
     option(parser, "--out FILE", "file of the answers (default: standard output)", type=inputs.new_path)
+    inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")
 
 
@@ -73,11 +75,12 @@ def _examples_file(text: str) -> str:
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope run` was asked."""
     settings = inputs.finished_run(options.run)
+    task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
     policy = _policy(options)
     inputs.check_runs_on(policy, options.run)
     with _lines(options.examples) as lines:
-        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+        reader = _Reader(options.examples, lines, partial(task.parse, longest=settings.block_size))
         requests = reader.requests()
         piped = options.examples == "-"  # whoever writes to a pipe need not have begun
         first = list(islice(requests, not piped))

@@ -24,7 +24,7 @@ from loopscope.files import is_file, is_folder, no_folder, no_such_toml
 from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, require_values, weight_files
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import needs_labels
-from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_source
+from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_sources
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Prior = Literal["uniform", "final"] | Lambda
@@ -272,8 +272,8 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
             else:
                 changes = [*entry.set, *decided, *_objective_changes(name, prior, beta)]
             settings = read_settings(source, overrides, of_study=[*part.set, *changes])
-            settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
-            task = part.name or type(settings.task).__name__.lower()
+            settings = with_sources(settings)
+            task = part.name or settings.task_name.rpartition(":")[2].lower()
             made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
             runs.append(StudyRun(made, settings, prior, beta, entry))
     return runs

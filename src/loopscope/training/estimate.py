@@ -40,7 +40,7 @@ class TimeEstimate:
 
 def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
     """Rejects a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
-    rows, task = workers.share(settings.training.batch_size), settings.task
+    rows, task = workers.share(settings.training.batch_size), settings.generator
     tokens = rows * task.positions
     need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
     need += 8.0 * (task.train_examples + task.validation_examples) * task.positions
@@ -63,7 +63,7 @@ def estimate_time(
 
     The rate is measured by one worker while the others wait, and taken times their number.
     """
-    rows, task = settings.training.batch_size, settings.task
+    rows, task = settings.training.batch_size, settings.generator
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
     flops *= expected_loops(settings.objective, settings.num_loops) / settings.num_loops

@@ -1,9 +1,10 @@
 """What does a training run depend on? Its settings, from a preset or a TOML file; they are read without PyTorch.
 
-`objective = "module:function"` names a custom objective. Its module is found where Python finds modules, the current
-folder included, and its source text enters the run's settings as a hash (`with_source`, which does not run the module):
-with another text it is another run. Only training imports the module (`training/objectives.py`), so that nobody runs
-code because a checkpoint's file names it.
+`objective = "module:function"` names a custom objective, `task = "module:Class"` a custom task. The module is found
+where Python finds modules, the current folder included, and its source text enters the run's settings as a hash
+(`with_sources`, which does not run the module): with another text it is another run. Only training imports an objective
+(`training/objectives.py`), and a task is imported only if the user named it (`task_of_run` in
+`training/run_folder.py`), so that nobody runs code because a checkpoint's file names it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from loopscope.config import (
     Layers,
     Loops,
     NonNegative,
+    Option,
     Positions,
     Positive,
     RotaryBase,
@@ -31,11 +33,11 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import brief, did_you_mean
+from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
 from loopscope.models.checkpoint_folder import TransformerSettings, require_values
 from loopscope.models.tokenizer import END
-from loopscope.tasks import Mano, Parity
+from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256
 
 GATED = ("learned_gate", "decoupled_gate")
@@ -49,9 +51,11 @@ _SETTINGS_OF = {
 }
 """The objectives that have a setting, by the setting's name."""
 
+_NAMED = ("objective", "task")
+"""Tables that a name alone can stand for."""
+
 DepthPrior = Literal["uniform", "geometric"]
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
 UserFunction = Callable[..., Any]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
@@ -121,17 +125,32 @@ class Training(Settings, frozen=True, kw_only=True):
 class RunSettings(Settings, frozen=True, kw_only=True):
     """Of a looped Transformer that is trained on a task."""
 
-    task: Mano | Parity
+    task: BuiltInTask
     model: TransformerSettings = TransformerSettings()
     objective: Objective = Objective()
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
+        objective, gate = self.objective.name, self.model.gate
         is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
         rule = f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"))
+        self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        positions = self.generator.positions
         short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
-        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
+        require_values((self.block_size >= positions, short))
+
+    @property
+    def generator(self) -> Task:
+        """What draws and answers the task's examples."""
+        return self.task
+
+    @property
+    def task_name(self) -> str:
+        """As settings name it; of the user's own, module:Class."""
+        return str(plain(self.task)["name"])
 
     @property
     def num_loops(self) -> int:
@@ -139,7 +158,27 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        return self.model.block_size or self.task.positions
+        return self.model.block_size or self.generator.positions
+
+
+class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
+    """Of a looped Transformer that is trained on a task of the user's own."""
+
+    task: CustomTask  # type: ignore[assignment]  # in place of the built-in ones
+
+    def _check_block_size(self) -> None:
+        """Nothing is imported while settings are read."""
+
+    @property
+    def generator(self) -> Task:
+        """Imports the user's code: for settings that the user gave, or a run that `task_of_run` let through."""
+        task = load_task(self.task)
+        if (self.model.block_size or task.positions) < task.positions:
+            raise UserError(
+                f"model.block_size is {self.model.block_size}, and the longest examples of '{self.task.name}' have "
+                f"{task.positions} tokens."
+            )
+        return task
 
 
 class OuroShape(Settings, frozen=True, kw_only=True):
@@ -221,7 +260,15 @@ def read_settings(
     tables = overridden(tables, [*of_study, *overrides])
     if objective is not None:
         tables["objective"] = plain(objective)
-    return build(RunSettings, tables, _named_source(where, overrides))
+    return build_run_settings(tables, _named_source(where, overrides))
+
+
+def build_run_settings(tables: Mapping[str, Any], source: str) -> RunSettings:
+    """The settings from their tables, whose task may be one of the user's own."""
+    task = tables.get("task")
+    name = task.get("name") if isinstance(task, Mapping) else None
+    kind = CustomTaskSettings if isinstance(name, str) and is_user_name(name) else RunSettings
+    return build(kind, tables, source)
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
@@ -240,12 +287,11 @@ def _named_source(source: str, overrides: Sequence[str]) -> str:
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
+    """The tables with the overrides; `objective = "NAME"` and `task = "NAME"` are tables with a name alone."""
     values = dict(tables)
     for assignments in ([], *([override] for override in overrides)):
         values = with_overrides(values, assignments)
-        if isinstance(values.get("objective"), str):
-            values["objective"] = {"name": values["objective"]}
+        values |= {name: {"name": values[name]} for name in _NAMED if isinstance(values.get(name), str)}
     return values
 
 
@@ -263,3 +309,11 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
     recorded = None if objective.source_sha256 is UNSET else objective.source_sha256
     found = source_sha256(objective.name, "objective", recorded, function)
     return msgspec.structs.replace(objective, source_sha256=found)
+
+
+def with_sources(settings: Any, function: UserFunction | None = None) -> Any:
+    """The settings of a run with the hashes of all source texts of the user's, which must be those that they have."""
+    settings = msgspec.structs.replace(settings, objective=with_source(settings.objective, function))
+    if isinstance(settings, CustomTaskSettings):
+        settings = msgspec.structs.replace(settings, task=with_task_source(settings.task))
+    return settings

@@ -19,10 +19,18 @@ from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
-from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
+from loopscope.tasks import Examples, drawn, examples_sha256, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
+from loopscope.training.run_folder import CUSTOM_EXAMPLES, check_examples
+from loopscope.training.settings import (
+    CustomTaskSettings,
+    Option,
+    RunSettings,
+    UserFunction,
+    custom_objective,
+    read_settings,
+)
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
 
@@ -58,7 +66,7 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        settings, task = self.settings, self.settings.task
+        settings, task = self.settings, self.settings.generator
         config = CheckpointConfig(
             vocab_size=task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
         )
@@ -70,13 +78,14 @@ class TaskRun(TrainingRun):
 
     def prepare(self) -> dict[str, Any]:
         """Split sizes, and how much of validation and test occurs in the training data."""
-        task = self.settings.task
+        task = self.settings.generator
         sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+        custom = {CUSTOM_EXAMPLES: examples_sha256(task)} if isinstance(self.settings, CustomTaskSettings) else {}
         if task.train_examples == 0:
-            return {"examples": sizes | {"train": "online"}}
+            return {"examples": sizes | {"train": "online"}, **custom}
         known = training_fingerprints(task)
         shares = {name: overlap(drawn(task, name), known) for name in ("validation", "test")}
-        return {"examples": sizes, "share_seen_in_training": shares}
+        return {"examples": sizes, "share_seen_in_training": shares, **custom}
 
     def initial_model(self) -> LoopedTransformer:
         return initial_model(self.settings)
@@ -85,12 +94,13 @@ class TaskRun(TrainingRun):
         return AnswerLosses(model)
 
     def batches(self) -> Callable[[int], Examples]:
+        check_examples(self.folder, self.settings)
         return training_batches(self.settings)
 
     @torch.no_grad()
     def validate(self, model: LoopedTransformer, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop."""
-        task, losses = self.settings.task, AnswerLosses(model)
+        task, losses = self.settings.generator, AnswerLosses(model)
         size = min(self.settings.training.validation_sample, task.validation_examples)
         examples = drawn(task, "validation").take(np.arange(size))
         sums = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device)
@@ -106,7 +116,7 @@ def initial_model(settings: RunSettings) -> LoopedTransformer:
 
     All of it but a decoupled gate is what the fixed prior's run of the same seed starts from, and so stays the same.
     """
-    sizes = settings.task.vocab_size, settings.block_size
+    sizes = settings.generator.vocab_size, settings.block_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
         if settings.objective.name != "decoupled_gate":
@@ -142,7 +152,7 @@ class AnswerLosses(nn.Module):
 
 def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
     """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
-    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
+    task, size, seed = settings.generator, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()
     examples, rows = drawn(task, "train"), epoch_rows(task.train_examples, settings.training)

@@ -24,7 +24,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -61,7 +60,7 @@ from loopscope.training.run_folder import (
     read_metrics,
     trained_with,
 )
-from loopscope.training.settings import Training, UserFunction, with_source
+from loopscope.training.settings import Training, UserFunction, with_sources
 
 _EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
@@ -161,14 +160,15 @@ def train_run(
 
 
 def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, GateTraining]:
-    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate."""
+    """The run with the hashes of the user's source texts in its settings, the objective, and how it trains a gate."""
     settings = run.settings
-    pinned = with_source(settings.objective, run.function)
-    objective = load_objective(pinned, settings.training.seed, run.function)
+    settings = with_sources(settings, run.function)
+    objective = load_objective(settings.objective, settings.training.seed, run.function)
     gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
-        raise UserError(f"The objective '{pinned.name}' does not use loops.gate_logits; set model.gate = 'none'.")
-    return replace(run, settings=msgspec.structs.replace(settings, objective=pinned)), objective, gate_training
+        name = settings.objective.name
+        raise UserError(f"The objective '{name}' does not use loops.gate_logits; set model.gate = 'none'.")
+    return replace(run, settings=settings), objective, gate_training
 
 
 def _train(
