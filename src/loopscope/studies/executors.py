@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from loopscope.config import digest
 from loopscope.errors import UserError, out_of_memory
 from loopscope.files import remove_scratch
 from loopscope.models.device import cores, keep_memory
@@ -78,12 +79,12 @@ def _seed(model: Model) -> int:
 
 def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[TimeEstimate]:
     """About how long each training run that is missing would take on this machine; runs of one shape are timed once."""
-    known: dict[object, TimeEstimate] = {}  # of one step
+    known: dict[str, TimeEstimate] = {}  # of one step
     found = []
     for step in steps:
         if isinstance(step, Train) and not step.done(store):
             settings = step.settings
-            shape = (settings.model, settings.task, settings.training.batch_size)
+            shape = digest([settings.model, settings.task, settings.training.batch_size])
             if shape not in known:
                 known[shape] = estimate_time(settings, torch.device(device), settings.training.steps - 1)
             left = step.units - step.units_done(store)

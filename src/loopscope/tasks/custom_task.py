@@ -9,6 +9,7 @@ Shapes: N examples, M tokens.
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -62,9 +63,10 @@ def examples_sha256(task: Task) -> str:
 
 @lru_cache
 def _problems(name: str, task: Task) -> list[str]:
-    """What is wrong with the task, each as a sentence."""
+    """What is wrong with the task first, as a sentence."""
     try:
-        return [f"The task '{name}' does not fit its contract: {problem}." for problem in _misfits(task)]
+        with np.errstate(all="ignore"):
+            return [f"The task '{name}' does not fit its contract: {problem}." for problem in islice(_misfits(task), 1)]
     except UserError as error:
         return [str(error)]
     except (Exception, SystemExit) as error:
@@ -72,23 +74,22 @@ def _problems(name: str, task: Task) -> list[str]:
 
 
 def _misfits(task: Task) -> Iterator[str]:
-    """What contradicts the contract, on examples that are drawn and answered several times."""
+    """What contradicts the contract, on examples that are drawn and answered several times.
+
+    Only the first is asked for: later ones may follow from it, or fail because of it.
+    """
     if missing := [name for name in _CONTRACT if getattr(type(task), name) is getattr(Task, name)]:
         yield f"it lacks {', '.join(missing)}"
-        return
     symbols, levels = task.symbols, task.levels
     written = [symbol for symbol in symbols if isinstance(symbol, str) and symbol and not any(map(str.isspace, symbol))]
     if not symbols or len({*written}) < len(symbols) or (not task.separator and max(map(len, written)) > 1):
         yield f"symbols must be different {'words' if task.separator else 'characters'} without spaces, got {symbols}"
-        return
     if not isinstance(levels, range) or not levels or levels.step != 1 or levels.start < 0:
         yield f"levels must be a range of whole numbers from 0 up, such as range(1, 9), got {levels}"
-        return
     difficulty = _tried(levels)
     lengths = task.length(difficulty)
     if not are_integers(lengths, difficulty.shape) or lengths.min() < 3:
         yield "length must return whole numbers from 3 up (begin, an input, the marker), one for each difficulty [N]"
-        return
     if lengths.tolist() != [task.length(level) for level in difficulty.tolist()]:
         yield "length says something else of a difficulty alone than among others"
     if task.hardest is None and task.length(levels[-1] + 1) <= lengths.max():
@@ -102,11 +103,9 @@ def _misfits(task: Task) -> Iterator[str]:
         alone = first.take(first.difficulty == level)
         if not np.array_equal(task.answers(alone.tokens, alone.lengths), alone.labels):
             yield "an answer depends on other rows, or on what stands beyond a row's end (`lengths` says where it ends)"
-            return
         found = task.difficulties(alone.tokens, alone.lengths)
         if not are_integers(found, alone.lengths.shape) or (found != level).any():
             yield f"difficulties says {np.unique(found).tolist()} of inputs that were drawn with difficulty {level}"
-            return
 
 
 def _are_same(first: Examples, again: Examples) -> bool:

@@ -20,7 +20,7 @@ from loopscope.tasks.task import Task
 
 _MARK = ">"
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
-_MAX_REDRAWS = 10_000
+_MAX_REDRAWS = 1_000
 
 
 class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
@@ -73,7 +73,7 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
         while len(pending := pending[self._reached(texts[pending], difficulty[pending]) < 0]):
             redraws += 1
             if redraws > _MAX_REDRAWS:
-                hops = difficulty[pending[0]]
+                hops = difficulty[pending].max()
                 raise UserError(f"Texts of {self.letters} letters with {hops} hops are too rare; take longer ones.")
             texts[pending] = self._draw_texts(draws, len(pending))
         marks = np.full((len(difficulty), int(difficulty.max(initial=0))), self.alphabet)
