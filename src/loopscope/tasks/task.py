@@ -29,7 +29,7 @@ _RESERVED = {"validation": 0, "test": 1}
 """With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
 _MIN_DIVIDED_SPACE = 500
 """A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 50."""
-_MAX_REDRAWS = 5_000
+_MAX_REDRAWS = 1_000
 """One in ten draws is a split's own, so nobody needs as many, unless a difficulty has a handful of inputs."""
 
 
