@@ -190,6 +190,7 @@ WRONG = [
     ),
     (("return draws.integers(np", "raise SystemExit(3)\n        return (np"), "failed: SystemExit: 3"),
     (("modulus: int = 5", "modulus: int"), "task.options of 'tasks_"),
+    (("modulus: int = 5", "modulus: int = 5\n    weights: list = []"), "must be numbers, words, true or false"),
 ]
 
 

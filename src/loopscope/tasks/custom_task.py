@@ -51,6 +51,12 @@ def load_task(custom: CustomTask) -> Task:
     if clash := [name for name in options if name in splits]:
         raise UserError(f"{clash[0]} is a setting of every task; set task.{clash[0]} in place of an option.")
     task = build(kind, {**options, **splits}, f"task.options of '{custom.name}'")
+    try:
+        hash(task)
+    except TypeError:
+        raise UserError(
+            f"Fields of '{custom.name}' must be numbers, words, true or false, or tuples of them."
+        ) from None
     reject(_problems(custom.name, task))
     return task
 

@@ -154,9 +154,9 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
         tails, heads = self._ends(np.array([row[:-1]]))
         if any(len({*ends[0].tolist()}) < len(row) - 1 for ends in (tails, heads)):
             return False  # a node with two edges out or in is on no path
-        beginnings = {*tails[0].tolist()} - {*heads[0].tolist()}
-        edges = sum(self._walk(np.array([[*row[:-1], node]]))[1][0] for node in beginnings)
-        return row[-1] in beginnings and edges == len(row) - 1  # no edge is on a circle
+        sources = {*tails[0].tolist()} - {*heads[0].tolist()}
+        edges = sum(self._walk(np.array([[*row[:-1], node]]))[1][0] for node in sources)
+        return row[-1] in sources and edges == len(row) - 1  # no edge is on a circle
 
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
         count, edges = len(difficulty), self.nodes - self.paths

@@ -231,7 +231,7 @@ def are_integers(numbers: Any, shape: tuple[int | None, ...]) -> bool:
     """Whether this is an array of whole numbers of this shape, where None is any size."""
     if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or numbers.ndim != len(shape):
         return False
-    return all(wanted in (None, size) for wanted, size in zip(shape, numbers.shape, strict=True))
+    return all(expected in (None, size) for expected, size in zip(shape, numbers.shape, strict=True))
 
 
 def _shape(found: Any) -> str:
