@@ -42,7 +42,7 @@ from loopscope.recording_paths import ANALYSED, find_recordings
 from loopscope.scope import scope_of
 from loopscope.tasks import Examples
 from loopscope.threshold_grids import fine_grid
-from loopscope.training.run_folder import read_run_settings
+from loopscope.training.run_folder import read_run_settings, task_of_run
 from loopscope.training.settings import read_settings
 from loopscope.training.task_run import initial_model
 from loopscope.trajectory import Trajectory
@@ -101,14 +101,15 @@ def trained_model(
     policies: Sequence[ExitPolicy] = (),
     device: str | torch.device = "cpu",
     recordings: Sequence[Trajectory] = (),
+    custom_tasks: Sequence[str] = (),
 ) -> BenchedModel:
     """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation.
 
     `recordings` are those of validation and test (default: the ones in the run's folder).
     """
-    settings = read_run_settings(folder)
+    task = task_of_run(folder, read_run_settings(folder), custom_tasks)
     validation, test = recordings or (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
-    examples = settings.task.split("test", test.num_examples)
+    examples = task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
     names = [gate_readout(test)] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
@@ -132,7 +133,7 @@ def random_model(
     if settings.model.is_custom:
         register_model(str(settings.model.name))  # the user's settings name it
     model = initial_model(settings).eval().requires_grad_(False).to(device)
-    examples = settings.task.split("test", count)
+    examples = settings.generator.split("test", count)
     recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))
     policies = []
     for readout in dict.fromkeys(readouts):

@@ -18,6 +18,7 @@ from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.recording_paths import find_recordings
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", *COMPUTE)
     inputs.add_custom_model(parser)
+    inputs.add_custom_tasks(parser)
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
@@ -77,7 +79,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
-        inputs.finished_run(run, options.with_model)
+        task_of_run(run, inputs.finished_run(run, options.with_model), options.with_task)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
     policies = inputs.policies_by_model(
@@ -93,7 +95,10 @@ def _bench_exits(options: argparse.Namespace) -> None:
     device = inputs.device_of(options)
     inputs.import_models(options)
     size = options.batch_size or (None if options.runs else 64)
-    models = [trained_model(run, options.readout, own, device) for run, own in zip(options.runs, policies, strict=True)]
+    models = [
+        trained_model(run, options.readout, own, device, custom_tasks=options.with_task)
+        for run, own in zip(options.runs, policies, strict=True)
+    ]
     if not models:
         readouts = options.readout or ["margin"]
         models = [random_model(options.settings, options.set, options.examples, options.loops, readouts, device)]

@@ -164,7 +164,8 @@ class Record(Recording, frozen=True, kw_only=True):
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
         self.of.import_model()
-        record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+        run, folder, custom = self.of.folder(store), self.folder(store), self.of.settings.task_name
+        record_task(run, self.split, folder, keep, self.examples, device=device, custom_tasks=[custom])
 
 
 class Score(Recording, frozen=True, kw_only=True):

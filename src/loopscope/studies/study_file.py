@@ -305,7 +305,7 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
             else:
                 changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
             settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
-            task = part.name or type(settings.task).__name__.lower()
+            task = part.name or settings.task_name.rpartition(":")[2].lower()
             words = [task, *architecture_words(plain(settings.model))]
             words.append(_run_name(settings.objective, gate, prior, beta, seed))
             made = entry.name or re.sub(r"[^\w.-]", "_", "-".join(words))

@@ -50,7 +50,7 @@ class TimeEstimate:
 
 def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
     """Rejects a run that cannot fit its device, or the machine, which its workers share unless each has a device."""
-    task, training = settings.task, settings.training
+    task, training = settings.generator, settings.training
     data = 8.0 * (task.train_examples + task.validation_examples) * task.positions
     rows = -(-workers.share(training.batch_size) // (training.accumulate or 1))
     need = _training_bytes(settings, rows, bf16=device.type == "cuda" and training.bf16)
@@ -69,7 +69,7 @@ def check_memory(settings: RunSettings, device: torch.device, workers: Workers =
 
 def _training_bytes(settings: RunSettings, rows: int, bf16: bool) -> float:
     """The size of a model in training and of a step on so many rows; of a custom model's step nobody can tell."""
-    task, model = settings.task, settings.model
+    task, model = settings.generator, settings.model
     if model.is_custom:
         return 16.0 * _custom_size(settings)[0]
     states = _states(settings, rows)
@@ -83,8 +83,8 @@ def _training_bytes(settings: RunSettings, rows: int, bf16: bool) -> float:
 
 def _states(settings: RunSettings, rows: int) -> float:
     """The states of a batch: fewer than its tokens, because rows that begin alike share them."""
-    some = min(rows, _SAMPLED_ROWS, max(1, _SAMPLED_TOKENS // settings.task.positions))
-    batch = settings.task.batch(settings.training.seed, 0, some)
+    some = min(rows, _SAMPLED_ROWS, max(1, _SAMPLED_TOKENS // settings.generator.positions))
+    batch = settings.generator.batch(settings.training.seed, 0, some)
     layout = share_prefixes(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths))
     assert layout.sharing is not None
     return len(layout.sharing.owners) * rows / some
@@ -92,7 +92,7 @@ def _states(settings: RunSettings, rows: int) -> float:
 
 def step_flops(settings: RunSettings) -> float:
     """The operations of a training step on average, of every token: what rows share is not left out."""
-    rows, task = settings.training.batch_size, settings.task
+    rows, task = settings.training.batch_size, settings.generator
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     if settings.model.is_custom:
         flops = 6.0 * settings.num_loops * tokens * _custom_size(settings)[0]  # as if each were used once a token
@@ -125,7 +125,7 @@ def _seconds_per_step(settings: RunSettings, device: torch.device, rows: int) ->
     """
     model: Any = initial_model(settings).to(device)
     model.gradient_checkpointing = bool(settings.training.checkpointing)
-    batch = settings.task.batch(settings.training.seed, 0, rows).by_length()
+    batch = settings.generator.batch(settings.training.seed, 0, rows).by_length()
     if settings.objective.name == "random_depth":
         settings = msgspec.structs.replace(settings, objective=Objective())
     given = (AnswerLosses(model), lambda found: found.cross_entropy.mean(), Optimizers(model, settings.training), batch)
