@@ -151,7 +151,7 @@ def initial_model(settings: RunSettings) -> LoopedModel:
         differing = model.load_state_dict(trunk.state_dict(), strict=False)
         own = [name for name in differing.missing_keys if not name.startswith("gate.")]
         reject(
-            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that a gate "
+            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that such a gate "
             "would change the trunk; keep all that is the gate's in self.gate."
             for name in (*own, *differing.unexpected_keys)
         )
