@@ -2,11 +2,11 @@
 
 A request that exits is answered at once, and its slots go to the next in the queue. The block is the same at every
 depth, so rows at different loops share a batch; rows of different lengths are packed. Only what the policy's signal
-needs is computed at every loop; logits beyond that only for the requests that exit. The choices of a question branch
-off from its context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends
-on its neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay`
-counts where it is
-not.
+needs is computed at every loop; logits beyond that only for the requests that exit. Where a model divides its loops
+(`early_pooled`), rows that exit do not run the rest of their last one. The choices of a question branch off from its
+context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends on its
+neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay` counts where
+it is not.
 
 Shapes: N active requests, T loops, D width, V vocabulary, C choices.
 """
@@ -201,22 +201,31 @@ class _RunningBatch:
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
         """One loop of everybody, with these requests added; answers the requests that exit."""
-        before = self._gather(new)
+        state = self._gather(new)
         self._loops = self._loops + 1
         if self._shares:
             self._prefix_cache.evict_unused(self._requests)
-            before = before.with_cache(self._prefix_cache.shared_prefix(self._requests, self._loops))
-        self._state = self._model.step(before)
+            state = state.with_cache(self._prefix_cache.shared_prefix(self._requests, self._loops))
+        begun = None if self._must_run_whole else self._model.early_pooled(state, trunk_ends(state))
+        pooled, state = (None, self._model.step(state)) if begun is None else begun
         self._decision.rows = np.arange(self.count)
-        outputs = _LoopOutputs(self._model, self._state, self._requests, self._mean)
+        outputs = _LoopOutputs(self._model, state, self._requests, self._mean, pooled)
         logits = outputs.logits if self._decision.reads_logits else None
         exits = self._decision.exits(self._loops, logits, lambda: outputs.pooled)
-        if not exits.any():
-            return []
-        answers = list(self._answers(outputs, np.flatnonzero(exits)))
-        self._decision.keep(~exits)
-        self._requests, self._loops = self._requests[~exits], self._loops[~exits]
+        answers = list(self._answers(outputs, np.flatnonzero(exits))) if exits.any() else []
+        if exits.any():
+            self._decision.keep(~exits)
+            self._requests, self._loops = self._requests[~exits], self._loops[~exits]
+        if begun is not None and self.count:
+            state = self._model.finish_step(state.take(self._decision.rows) if exits.any() else state)
+            self._decision.rows = np.arange(self.count)
+        self._state = state
         return answers
+
+    @property
+    def _must_run_whole(self) -> bool:
+        """Whether all rows need all of the loop: nobody may exit, or more is read of who does than one state."""
+        return bool(self._questions or self._shares or (self._loops < self._decision.first_exit).all())
 
     def _answers(self, outputs: "_LoopOutputs", leaving: Integers) -> Iterator[Answer]:
         """The answers of these requests; one whose logits are not finite has none."""
@@ -269,14 +278,18 @@ class _RunningBatch:
 class _LoopOutputs:
     """What the active requests say after a loop; each part is computed when it is asked for."""
 
-    def __init__(self, model: LoopedModel, state: LoopState, requests: Array, mean: bool) -> None:
-        self._model, self._state, self._requests = model, state, requests
+    def __init__(
+        self, model: LoopedModel, state: LoopState, requests: Array, mean: bool, pooled: Tensor | None = None
+    ) -> None:
+        self._model, self._state, self._requests, self._pooled = model, state, requests, pooled
         self._questions = bool(requests[0].scored)
         self._mean = mean and self._questions
 
     @cached_property
     def pooled(self) -> Tensor:
         """[N, D]"""
+        if self._pooled is not None:
+            return self._pooled
         return decision_states(self._model, self._state, self._requests, self._mean)
 
     @cached_property

@@ -7,6 +7,7 @@ Shapes: B rows, S states, D width, V vocabulary.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -68,6 +69,19 @@ class LoopedTransformer(LoopedModel):
         hidden = through(before, state.hidden, state.layout)
         return self.norm(last.at(positions, hidden, state.layout))
 
+    def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState]:
+        """The MLP of the last layer, and what comes after it, run only where they are read."""
+        *before, last = self.block
+        assert isinstance(last, TransformerLayer)
+        attended = last.attended(through(before, state.hidden, state.layout), state.layout)
+        pooled = self.norm(last.with_mlp(attended.index_select(0, state.layout.states_at(positions))))
+        return pooled, replace(state, hidden=attended)
+
+    def finish_step(self, begun: LoopState) -> LoopState:
+        last = self.block[-1]
+        assert isinstance(last, TransformerLayer)
+        return replace(begun, hidden=last.with_mlp(begun.hidden), loop=begun.loop + 1)
+
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         return self.norm(state.at(positions))
 
@@ -95,9 +109,13 @@ class TransformerLayer(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        return self.with_mlp(self.attended(hidden, layout))
+
+    def attended(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """z, the first half of the layer."""
         projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
         attended = cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
-        return self._residual(hidden, attended)
+        return hidden + self.attention_out(attended)
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
@@ -109,10 +127,10 @@ class TransformerLayer(nn.Module):
         others = F.linear(normed, weight[width:], other_bias).view(-1, 2 * self.heads, self.head_width)
         query = query.view(-1, self.heads, self.head_width)
         attended = packed_attention_at(query, others, positions, layout, self.rotary)
-        return self._residual(hidden.index_select(0, index), attended)
+        return self.with_mlp(hidden.index_select(0, index) + self.attention_out(attended))
 
-    def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + self.attention_out(attended)
+    def with_mlp(self, hidden: Tensor) -> Tensor:
+        """The second half, of each state by itself."""
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
 
 
