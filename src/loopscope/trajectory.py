@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact
 from loopscope.config import Settings, plain, read_json
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError, check_known
 from loopscope.model_identity import same_model
 from loopscope.row_overlap import KeySketch, RowKeys, common_kind, number_keys, sequence_keys, text_keys
 from loopscope.trajectory_checks import Array, as_array, as_integers, check_contents, frozen
@@ -163,9 +163,7 @@ class Trajectory:
 
     @property
     def required_labels(self) -> Array:
-        if self.labels is None:
-            raise UserError(NO_LABELS)
-        return self.labels
+        return required(self.labels)
 
     @cached_property
     def cross_entropy(self) -> Array:
@@ -218,13 +216,13 @@ class Trajectory:
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
         """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
         mask, size = rows.dtype == np.bool_, self.num_examples
-        if rows.ndim != 1 or (mask and len(rows) != size):
-            raise UserError(f"rows must be indices, or a mask of {size} entries; got the shape {list(rows.shape)}.")
-        if mask or not len(rows):
-            return np.flatnonzero(rows)
-        chosen = as_integers(rows, "rows")
-        if chosen.min() < 0 or chosen.max() >= size or (len(chosen) == size > 2 and chosen.max() <= 1):
-            raise UserError(f"rows must be between 0 and {size - 1}; for a mask give booleans, as in rows == 1.")
+        chosen = np.flatnonzero(rows) if mask or not rows.size else as_integers(rows, "rows")
+        fits = len(rows) == size if mask else not len(chosen) or 0 <= chosen.min() <= chosen.max() < size
+        if rows.ndim != 1 or not fits or (not mask and len(rows) == size > 2 and chosen.max() <= 1):
+            raise UserError(
+                f"rows must be indices from 0 to {size - 1}, or a mask of {size} booleans, as in rows == 1; got an "
+                f"array {list(rows.shape)} of {rows.dtype}."
+            )
         return chosen
 
     def unseen(self) -> Self:
@@ -431,7 +429,13 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
+def required(labels: Array | None) -> Array:
+    """Labels without which nothing can be said of what is right."""
+    if labels is None:
+        raise UserError(NO_LABELS)
+    return labels
+
+
 def check_split_name(name: str) -> None:
     """Rejects a split that there is none of: what guards evaluation data goes by its name."""
-    if name not in SPLITS:
-        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
+    check_known(name, SPLITS, "split")

@@ -54,7 +54,7 @@ def test_good_models_pass() -> None:
     golden = [ls.load_model(GOLDEN / name) for name in ("ouro-tiny", "huginn-tiny")]
     for model in (Plain(), *golden, initial_model(tiny_settings()).eval()):
         held = check_model(model, SHORT)
-        assert len(held) == 12
+        assert len(held) == 13
         assert max(check.measured for check in held) < 1e-5
     assert ls.check_model is check_model
 

@@ -81,7 +81,10 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["record", "text", model, lines, "--out", out], "Line 2 of "),
         (["record", "text", model, blank, "--out", out], "There is no text in "),
         (["record", "live", model, file, "--recording", test, "--policy", full, "--out", out], "--cache full"),
-        (["record", "live", model, file, "--recording", test, "--max-drop=2", "--out", out], "expected a number < 1.0"),
+        (
+            ["record", "live", model, file, "--recording", test, "--max-drop=2", "--out", out],
+            "between 0 and 1, such as 0.01",
+        ),
         (["loop", file, "--prelude=1", "--core=1", "--loops=2", "--out", out], "is a file; give the folder of a"),
         (["train", "demo", "--out", out, "--device", "gpu"], "There is no device 'gpu' (did you mean 'cuda'?); choose"),
         (["report", folder, "--refrence", "x"], "loopscope: There is no option --refrence (did you mean"),

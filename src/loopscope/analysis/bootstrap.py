@@ -18,11 +18,12 @@ Shapes: R resamples, N examples, U units (or groups of them), G thresholds, T lo
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from scipy.stats import binomtest
 
 from loopscope.frontier import crossings, laxest_first
 from loopscope.trajectory import Trajectory
@@ -37,6 +38,8 @@ RESAMPLES = 1000
 MAX_UNITS = 1 << 15
 """More units than this are resampled in groups."""
 _GROUPS = 1 << 14
+MIN_UNITS = 30
+"""Of fewer test examples than this (sequences, distinct inputs) resamples say nothing."""
 _SEED = 0
 _CHUNK = 50
 _MOST_KEPT = 1 << 25
@@ -151,6 +154,22 @@ def estimate(values: Sums) -> Estimate:
     return Estimate(float(values[0]), bounds.low, bounds.high)
 
 
+def widened(bootstrap: Estimate, difference: NDArray[Any], units: Units, fewer_than: float = np.inf) -> Estimate:
+    """The interval, at least as wide as the exact one of a sign test on the units that differ.
+
+    Where few differ, they can all happen to lie on one side, and resamples of them then always do. A sign test knows no
+    sizes, so loops, which differ in theirs, are widened only if `fewer_than` so many differ.
+    """
+    nets = difference if units is None else np.bincount(units, difference)
+    higher, differing = int((nets > 0).sum()), int((nets != 0).sum())
+    if not 0 < differing < fewer_than:
+        return bootstrap
+    exact = binomtest(higher, differing).proportion_ci(LEVEL)
+    scale = float(np.abs(nets).sum()) / len(difference)
+    low, high = ((2 * share - 1) * scale for share in (exact.low, exact.high))
+    return Estimate(bootstrap.value, min(low, bootstrap.low), max(high, bootstrap.high))
+
+
 @dataclass(frozen=True)
 class Curves:
     """A frontier, resampled, at every threshold."""
@@ -164,8 +183,16 @@ class Curves:
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
-        depth = np.where(self.accuracy >= accuracy - _ROUNDING, self.average_loops, np.inf).min(axis=1)
+        depth = self._depths(accuracy).min(axis=1)
         return np.where(np.isinf(depth), np.nan, depth)
+
+    def cheapest(self, accuracy: float) -> int:
+        """The place of D@X among the thresholds, on the sample itself."""
+        return int(self._depths(accuracy)[0].argmin())
+
+    def _depths(self, accuracy: float) -> Sums:
+        """[1 + R, G] average loops where X is reached, else infinity."""
+        return np.where(self.accuracy >= accuracy - _ROUNDING, self.average_loops, np.inf)
 
     def depths_at(self, accuracies: Sequence[float]) -> Sums:
         """[1 + R, S] the same for many accuracies, in rising order."""

@@ -11,7 +11,7 @@ from scipy.stats import rankdata
 
 from loopscope.analysis.bootstrap import intervals, resampled_means
 from loopscope.analysis.schema import Binned, Ordering, rounded
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import gate_readout, signal
 from loopscope.trajectory import Trajectory
 
 _HARDER_IS_LOWER = ("margin", "top1")
@@ -56,8 +56,9 @@ def _bin_means(values: NDArray[Any], bins: NDArray[np.int64]) -> NDArray[np.floa
 
 
 def exit_distribution(trajectory: Trajectory) -> Binned:
-    """The probability with which the model's own gate exits at each loop."""
-    return by_difficulty(np.diff(signal("gate", trajectory), axis=1, prepend=0.0), trajectory)
+    """The probability with which the model's own gate exits at each loop; at the last, all that is left."""
+    cdf = signal(gate_readout(trajectory), trajectory)[:, :-1]
+    return by_difficulty(np.diff(cdf, axis=1, prepend=0.0, append=1.0), trajectory)
 
 
 def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:

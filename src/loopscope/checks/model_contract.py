@@ -20,7 +20,7 @@ from torch import Tensor
 from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.requests import Request, choices, require_vocabulary
 from loopscope.engine.scheduler import in_order, run
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.policy import ExitPolicy
 from loopscope.trajectory_checks import as_token_row
@@ -97,7 +97,7 @@ class _Contract:
         self.depth = min(model.num_loops, _MAX_LOOPS)
         self.checks: tuple[Callable[[], Check], ...] = (
             *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
-            *(self.alone, self.different_loops, self.last_loop, self.divided_loop),
+            *(self.alone, self.different_loops, self.last_loop, self.divided_loop, self.depth_beyond),
             *(self.causality, self.kv_cache, self.branches),
         )
 
@@ -202,6 +202,18 @@ class _Contract:
         finished = self._outputs(self.model.finish_step(begun.take(last)))
         expected = [self.model.pooled(whole, state.lengths - 1), *self._outputs(whole.take(last))]
         return self._agree(what, [pooled, *finished], expected, "early_pooled and finish_step differ from one step.")
+
+    def depth_beyond(self) -> Check:
+        if not self.model.any_depth:
+            return self._holds("It runs at most as many loops as it was trained with (any_depth = False).")
+        state = self._embedded(self.rows[:1])
+        try:
+            *_, deepest = self.model.unroll(state, self.model.num_loops + 1)
+            self._outputs(deepest)
+        except Exception as error:
+            wrong = "The model fails beyond its last loop, so it must set any_depth = False"
+            raise UserError(f"{wrong} ({reason(error)}).") from error
+        return self._holds("It can run more loops than it was trained with.")
 
     def causality(self) -> Check:
         if not self.model.causal:

@@ -21,14 +21,14 @@ from loopscope.errors import UserError
 from loopscope.learned.stopper import Stopper, StopperKind, bins_of, price_index, readable
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.replay import has_signal, signal
-from loopscope.readouts.signals import Array, Signal
-from loopscope.splits import check_fitting, fitting_data
+from loopscope.readouts.signals import OWN_GATES, Array, Signal
+from loopscope.splits import check_split, fitting_data
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
 PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0])
 """Of a loop, in accuracy: at 0.01 a loop is worth it if it makes one more example in a hundred right."""
-SIGNALS_READ = ("gate", *POST_HOC, "patience", "settling", "hidden_acceleration")
+SIGNALS_READ = (*OWN_GATES, *POST_HOC, "patience", "settling", "hidden_acceleration")
 """Those that a stopper reads, where the recording has them."""
 _EDGES, _FOLDS = 127, 3
 MIN_EXAMPLES, MIN_UNITS = 100, 10
@@ -67,7 +67,7 @@ def fit_out_of_bag(
 ) -> FittedStopper:
     """The same, and what it says of the recording itself without having seen the example."""
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
-    check_fitting(recording, "stopper")
+    check_split(recording, "A stopper must not be fitted", "train")
     if too_little := why_not_learned(recording):
         raise UserError(too_little)
     names = tuple(stopper_signals(recording) if signals is None else signals)
