@@ -363,7 +363,8 @@ class TimeTask(Timing, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         recordings = (self.validation.load(store), self.test.load(store))
-        self.save(store, time_task(self.of.folder(store), *recordings, device))
+        self.of.import_model()
+        self.save(store, time_task(self.of.folder(store), *recordings, device, [self.of.settings.task_name]))
 
 
 class TimeBenchmark(Timing, frozen=True, kw_only=True):
