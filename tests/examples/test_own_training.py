@@ -30,6 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(ROOT / "examples" / "my_model.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_model", None)  # of another folder
     with patch.dict(MODELS):
         yield tmp_path
     sys.modules.pop("my_model", None)
