@@ -104,7 +104,9 @@ class Trajectory:
     norms: Array | None = None
     examples: Sequence[str] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for, and grids: (name, ...)
+    computed: dict[Any, Array] = field(
+        default_factory=dict, init=False
+    )  # signals that were asked for, and grids: (name, ...)
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -207,10 +209,11 @@ class Trajectory:
         The signals have names that begin with `gate:` or `stopper:`, so that nothing else depends on them.
         """
         other = replace(self, signals={**self.signals, **signals}, provenance=provenance)
-        known = {each.name for each in fields(self)}
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in known})
-        kept = {key: each for key, each in self.computed.items() if (key[0] if type(key) is tuple else key) not in signals}
-        other.computed.update(kept)
+        given = {each.name for each in fields(self)}
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in given})
+        for key, values in self.computed.items():
+            if (key[0] if isinstance(key, tuple) else key) not in signals:
+                other.computed[key] = values
         return other
 
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:

@@ -106,10 +106,11 @@ def test_the_batch_is_kept_full(
     model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: dict[str, list[int]] = {"early_pooled": [], "finish_step": [], "step": []}
-    for name, counts in rows.items():
+    for name in rows:
+        real = getattr(model, name)
 
-        def counted(state: LoopState, *at: torch.Tensor, counts=counts, real=getattr(model, name)):  # type: ignore[no-untyped-def]
-            counts.append(len(state.loop))
+        def counted(state: LoopState, *at: torch.Tensor, name: str = name, real=real):  # type: ignore[no-untyped-def]
+            rows[name].append(len(state.loop))
             return real(state, *at)
 
         monkeypatch.setattr(model, name, counted)

@@ -15,9 +15,8 @@ examples there are.
 Shapes: R resamples, N examples, U units (or groups of them), G thresholds, T loops, K sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -42,8 +41,9 @@ MIN_UNITS = 30
 """Of fewer test examples than this (sequences, distinct inputs) resamples say nothing."""
 _SEED = 0
 _CHUNK = 50
-_MOST_KEPT = 1 << 25
-"""The largest table of counts that is kept between calls, in bytes: of `MAX_UNITS` units at 1,000 resamples."""
+_MOST_KEPT = 1 << 28
+"""Counts that are kept between calls, in bytes: eight times those of `MAX_UNITS` units at 1,000 resamples."""
+_kept: dict[tuple[int, int], tuple[NDArray[np.uint8], ...]] = {}
 _DENSE = 1 / 32
 """From this share of numbers on that are not 0, a sparse matrix multiplies more slowly than a dense one."""
 _ROUNDING = 1e-10
@@ -64,9 +64,8 @@ def resampled_sums(
     if isinstance(contributions, csr_array) and contributions.nnz > _DENSE * np.prod(contributions.shape):
         contributions = contributions.toarray()
     rows = contributions.shape[0]
-    draws = _kept_counts if rows * resamples <= _MOST_KEPT else _counts
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
-    for counts in draws(rows, resamples):
+    for counts in _kept_counts(rows, resamples):
         sums.append((counts.astype(np.float32) @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
 
@@ -89,10 +88,15 @@ def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
         yield np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.uint8)
 
 
-@lru_cache(maxsize=8)
-def _kept_counts(rows: int, resamples: int) -> tuple[NDArray[np.uint8], ...]:
-    """The same counts, kept: every readout, grid and mean of a model is resampled alike."""
-    return tuple(_counts(rows, resamples))
+def _kept_counts(rows: int, resamples: int) -> Iterable[NDArray[np.uint8]]:
+    """The same counts, kept where there is room: every readout, grid and mean of a model is resampled alike."""
+    if rows * resamples > _MOST_KEPT:
+        return _counts(rows, resamples)
+    if (rows, resamples) not in _kept:
+        while sum(units * draws for units, draws in _kept) + rows * resamples > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[rows, resamples] = tuple(_counts(rows, resamples))
+    return _kept[rows, resamples]
 
 
 def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, units: Units = None) -> Sums:

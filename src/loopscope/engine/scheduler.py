@@ -164,7 +164,7 @@ class _RunningBatch:
 
     def _check_together(self, new: list[Request]) -> None:
         """Single rows are looked at as one array: one by one takes a twentieth of a small model's time."""
-        if not new or any([request.scored or request.shared or request.score for request in new]):
+        if not new or any(request.scored or request.shared or request.score for request in new):
             for request in new:
                 self._check(request)
             return
