@@ -123,11 +123,10 @@ def test_exits_are_those_of_the_policy(readout: str) -> None:
 
 def test_every_outcome_of_every_pattern() -> None:
     correct = np.array([[row >> loop & 1 for loop in range(4)] for row in range(16)], dtype=bool)
-    loops = np.tile(np.arange(1, 5), (16, 1))
-    codes = exit_outcomes(correct, loops)
+    codes = exit_outcomes(correct)
     for row in range(16):
-        for place in range(4):
-            assert OUTCOMES[codes[row, place]] == outcome_of(correct[row].tolist(), place + 1)
+        for loop in range(4):
+            assert OUTCOMES[codes[row, loop]] == outcome_of(correct[row].tolist(), loop + 1)
 
 
 def test_rare_patterns_are_among_the_examples() -> None:

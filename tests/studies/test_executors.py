@@ -114,7 +114,7 @@ class Failing(Step, frozen=True):
 
 def test_a_step_without_room_fails_alone_and_a_bug_ends_all(tmp_path: Path) -> None:
     step, bug = Failing(is_large=True), Failing(is_large=False)
-    work = StudyWork([step, bug], tmp_path, "cpu", 1, silent)
+    work = StudyWork([step, bug], tmp_path, ["cpu"], 1, silent)
     with pytest.raises(ls.UserError, match="not enough memory for it on cpu") as failed:
         do_step(step, tmp_path, "cpu")
     work.end(step, failed.value)  # noted, not raised: others go on

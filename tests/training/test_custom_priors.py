@@ -66,7 +66,6 @@ def test_a_prior_of_the_step_trains_and_resumes_bit_identically(module: str, obj
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     config = json.loads((tmp_path / "whole" / "config.json").read_bytes())["run"]["objective"]
     assert (config["prior"], len(config["prior_sha256"])) == (f"{module}:annealed", 64)
-    assert "geometric_lambda" not in config
     (tmp_path / f"{module}.py").write_text("# another text\n" + (tmp_path / f"{module}.py").read_text())
     sys.modules.pop(module)
     with pytest.raises(ls.UserError, match=r"other settings \(the source text of the prior\)"):
@@ -124,7 +123,7 @@ def test_a_gate_needs_a_prior_above_0_and_a_list_the_model_s_loops(module: str, 
 
 def test_a_fitted_gate_takes_weights_over_and_no_function(module: str, tmp_path: Path) -> None:
     weights = (0.2, 0.3, 0.5)
-    assert host_defaults(Objective(prior=weights)) == {"prior": weights}
+    assert host_defaults(Objective(prior=weights)) == {"prior": weights, "geometric_lambda": 0.3}
     assert host_defaults(Objective(name="learned_gate", prior="m:f", beta=0.5)) == {"beta": 0.5}
     assert host_defaults(Objective(name="act", beta=0.5)) == {}
     recording = ls.Trajectory(

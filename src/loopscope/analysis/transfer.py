@@ -25,7 +25,7 @@ from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, w
 from loopscope.policy import NEVER, ExitPolicy, chosen_scope
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import required_readout
-from loopscope.readouts.signals import FITTED, STOPPER, is_gate, own_name
+from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, is_gate, own_name
 from loopscope.splits import check_apart, check_attached, check_split
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -100,7 +100,7 @@ def fitted_rules(validation: Trajectory, gates: Mapping[str, Fitted], target: Ta
     recording, fitted = attach(validation, gates), by_readout(gates)
     signals = [name for name in available_readouts(validation) if _is_signal(name)]
     names = [_best(signals, level.accuracy, validation)] if signals else []
-    names += [name for name in ("gate", *fitted) if name in available_readouts(recording)]
+    names += [name for name in (*OWN_GATES, *fitted) if name in available_readouts(recording)]
     read = [name for name in stopper_signals(validation) if not is_gate(name)]
     if validation.labels is not None and read and not why_not_learned(validation):
         learned = dict(recording.signals)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from loopscope.analysis.threshold_details import ThresholdDetails
     from loopscope.report.products import Product
 
-_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency", "mano_latency")
 """Products that are printed; the page has all."""
 _MAX_NAMES = 200
 """Letters of the names of runs in a note."""

@@ -201,11 +201,12 @@ def ouro_latency(results: Results) -> Table:
     printed = {(row.benchmark, _role(row.readout)): row for row in published().ouro_latency}
     rows = []
     for bench in results.latency:
+        if bench.benchmark is None:
+            continue
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
         for timing in bench.policies:
-            ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
             point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
-            times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
+            times = [str(timing.milliseconds), str(timing.speedup), f"{100 * bench.realised(timing):.0f} %"]
             row = printed.get((title, _role(timing.readout))) if bench.model == _TIMED else None
             paper = "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
             rows.append([bench.model, title, timing.readout, *point, *times, paper])

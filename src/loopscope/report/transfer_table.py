@@ -8,7 +8,7 @@ from loopscope.analysis.schema import Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.transfer import TransferResult
 from loopscope.analysis.verdict_text import with_bounds
-from loopscope.readouts.signals import FITTED
+from loopscope.readouts.signals import FITTED, OWN_GATES
 from loopscope.report.tables import NOTHING, Table, gap_over_seeds, of_sequences
 
 _ITSELF, _OTHER_SEED = "itself", "another seed"
@@ -52,7 +52,7 @@ def transfer_table(results: Results) -> Table:
 
 def _kind(readout: str) -> str:
     """Which rule of a model it is, where its best signal may be another in every seed."""
-    return readout if readout == "gate" or readout.startswith(FITTED) else ""
+    return readout if readout in OWN_GATES or readout.startswith(FITTED) else ""
 
 
 def _rule(kind: str, found: Sequence[TransferResult]) -> str:

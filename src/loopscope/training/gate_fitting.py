@@ -79,9 +79,8 @@ def host_defaults(objective: Objective | None) -> dict[str, Any]:
     """What a fitted gate takes over from the objective that its host was trained with."""
     if objective is None or objective.name not in WITH_PRIOR or objective.name == "final":
         return {}
-    taken: dict[str, Any] = {} if objective.has_custom_prior else {"prior": objective.prior}
-    if objective.prior in PRIORS:
-        taken["geometric_lambda"] = objective.geometric_lambda
+    prior = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
+    taken: dict[str, Any] = {} if objective.has_custom_prior else prior
     return taken | ({"beta": objective.beta} if objective.name in GATED else {})
 
 
