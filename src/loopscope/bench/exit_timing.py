@@ -197,11 +197,18 @@ def bench_exits(
     )
 
 
-def time_task(run: Path, validation: Trajectory, test: Trajectory, device: str | torch.device = "cpu") -> Latency:
+def time_task(
+    run: Path,
+    validation: Trajectory,
+    test: Trajectory,
+    device: str | torch.device = "cpu",
+    custom_tasks: Sequence[str] = (),
+) -> Latency:
     """Times the final loop and the usual readouts of a finished run on its test examples, at the points that validation
     chose.
     """
-    benched = trained_model(run, device=device, recordings=(validation, test))
+    recordings = (validation, test)
+    benched = trained_model(run, device=device, recordings=recordings, custom_tasks=custom_tasks)
     bench = bench_exits(benched, _TASK_ROUNDS, batch_size=None, waiting=False, progress=silent)
     full, depth = float(test.correct[:, -1].mean()), bench.num_loops
     policies = [PolicyLatency("fixed", depth, full, depth, bench.full_milliseconds, Spread(1.0, 1.0, 1.0), 0)]

@@ -362,8 +362,10 @@ class TimeTask(Timing, frozen=True, kw_only=True):
     test: Recording
 
     def run(self, store: Path, device: torch.device) -> None:
+        self.of.import_model()
         recordings = (self.validation.load(store), self.test.load(store))
-        self.save(store, time_task(self.of.folder(store), *recordings, device))
+        custom = self.of.settings.task_name
+        self.save(store, time_task(self.of.folder(store), *recordings, device, custom_tasks=[custom]))
 
 
 class TimeBenchmark(Timing, frozen=True, kw_only=True):
