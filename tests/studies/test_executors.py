@@ -130,7 +130,7 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
     out = ["--out", str(tmp_path / "x")]
     (tmp_path / "file").write_text("mine")
     for words, told in (
-        (["run", "nowhere.toml", *out], "There is no file nowhere.toml; give a TOML file, or one of: "),
+        (["run", "nowhere.toml", *out], "There is no file nowhere.toml; give a TOML file, or one of: channels, demo"),
         (["report", str(TINY), *out], "Nothing of this study is analysed yet"),
         (["run", "paper", *out], "start it anyway with --force"),
         (["run", str(TINY), *out, "--device", "foo"], "There is no device 'foo'"),

@@ -207,8 +207,7 @@ def time_task(
     """Times the final loop and the usual readouts of a finished run on its test examples, at the points that validation
     chose.
     """
-    recordings = (validation, test)
-    benched = trained_model(run, device=device, recordings=recordings, custom_tasks=custom_tasks)
+    benched = trained_model(run, device=device, recordings=(validation, test), custom_tasks=custom_tasks)
     bench = bench_exits(benched, _TASK_ROUNDS, batch_size=None, waiting=False, progress=silent)
     full, depth = float(test.correct[:, -1].mean()), bench.num_loops
     policies = [PolicyLatency("fixed", depth, full, depth, bench.full_milliseconds, Spread(1.0, 1.0, 1.0), 0)]

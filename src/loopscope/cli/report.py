@@ -4,7 +4,8 @@ loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
     --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
-loopscope report runs/seed-* --transfer --gate gates/linear --out report
+loopscope report runs/mine runs/demo/linear-gate --transfer \\
+    --gate gates/linear --out report
 """
 
 import argparse

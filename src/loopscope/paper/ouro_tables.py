@@ -61,11 +61,15 @@ def benchmark_models(results: Results) -> list[BenchmarkModel]:
 
 def row_winners(results: Results) -> list[str]:
     """The readouts without a gate that win a row of a table, the paper's or ours: figures show all of them."""
-    theirs = [row.readout for row in published().ouro] + [row.readout for row in published().ouro_thinking]
-    models = [each.result for each in benchmark_models(results)]
-    models += [msgspec.structs.replace(model, frontiers=model.paper_grid.frontiers) for model in models]
-    ours = [best.readout for model in models if (best := model.best(POST_HOC)) is not None]
-    return [name for name in dict.fromkeys(theirs + ours) if name in POST_HOC]
+    names = [row.readout for row in published().ouro]
+    names += [row.readout for row in published().ouro_thinking]
+    for each in benchmark_models(results):
+        on_grid = msgspec.structs.replace(each.result, frontiers=each.result.paper_grid.frontiers)
+        for model in (each.result, on_grid):
+            best = model.best(POST_HOC)
+            if best is not None:
+                names.append(best.readout)
+    return [name for name in dict.fromkeys(names) if name in POST_HOC]
 
 
 def ouro_summary(results: Results) -> Table:

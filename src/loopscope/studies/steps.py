@@ -326,8 +326,9 @@ class Transfer(Step, frozen=True, kw_only=True):
         subjects = {each.key: each.subject(store) for each in self.onto}
         validation = subjects[self.of.key].validation
         rules = fitted_rules(validation, load_fits(self.of.gates, store), target)
-        pairs = ((key, subject) for key, subject in subjects.items())
-        found = [each for pair in pairs for each in replayed_rules(rules, (self.of.key, validation), pair, target)]
+        found: list[TransferResult] = []
+        for stopped in subjects.items():
+            found += replayed_rules(rules, (self.of.key, validation), stopped, target)
         self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
 
     def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
@@ -362,10 +363,9 @@ class TimeTask(Timing, frozen=True, kw_only=True):
     test: Recording
 
     def run(self, store: Path, device: torch.device) -> None:
-        self.of.import_model()
         recordings = (self.validation.load(store), self.test.load(store))
-        custom = self.of.settings.task_name
-        self.save(store, time_task(self.of.folder(store), *recordings, device, custom_tasks=[custom]))
+        self.of.import_model()
+        self.save(store, time_task(self.of.folder(store), *recordings, device, [self.of.settings.task_name]))
 
 
 class TimeBenchmark(Timing, frozen=True, kw_only=True):
