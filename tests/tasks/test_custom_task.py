@@ -237,7 +237,8 @@ def test_settings_name_a_task_and_import_nothing(write: Write, tmp_path: Path) -
 
 def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_tasks.py").write_text(MODULE)
-    (tmp_path / "sums.toml").write_text(STUDY)
+    timed = STUDY.replace("[[parts]]", '[[parts]]\nlatency = [{ gate = "linear", prior = 0.3 }]')
+    (tmp_path / "sums.toml").write_text(timed)
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```sh\n(loopscope train demo --out runs/sums .*?)```", DOCS.read_text(), re.DOTALL)
     words = {"train": SIZES, "record": [], "study": [*SIZES, "task.train_examples=300"]}
@@ -256,4 +257,5 @@ def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     results = json.loads(Path("runs/sums-study/report/results.json").read_bytes())
     names = ["sums-geometric0.3-fixed-s0", "sums-geometric0.3-linear-b0.1-s0"]
     assert [model["name"] for model in results["models"]] == names
+    assert [bench["model"] for bench in results["latency"]] == names[1:]
     assert Path("runs/sums-study/report/report.html").is_file()
