@@ -31,6 +31,8 @@ from loopscope.readouts.replay import signal as signal
 from loopscope.recording.question_recording import record_benchmark as record_benchmark
 from loopscope.recording.task_recording import record_model as record_model
 from loopscope.report.write import report as report
+from loopscope.tasks.examples import Draws as Draws
+from loopscope.tasks.task import Task as Task
 from loopscope.training.gate_fitting import fit_gate as fit_gate
 from loopscope.training.objectives import LoopLosses as LoopLosses
 from loopscope.training.task_run import train as train

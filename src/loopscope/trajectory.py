@@ -11,8 +11,8 @@ is -inf in its logits at every loop.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +50,8 @@ _NEVER_ZERO = 1e-6
 """Added to cross-entropies before their logarithm, where copies are told from examples that are all but certain."""
 _CERTAIN = 1e-3
 """Added to cross-entropies before their logarithm: below it, their differences are rounding."""
+_AT_ONCE = 1 << 20
+"""Numbers that are worked on at a time."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
     "often exits differ from full depth (loopscope calibrate --loss disagreement)."
@@ -102,7 +104,9 @@ class Trajectory:
     norms: Array | None = None
     examples: Sequence[str] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for
+    computed: dict[Any, Array] = field(
+        default_factory=dict, init=False
+    )  # signals that were asked for, and grids: (name, ...)
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -170,10 +174,13 @@ class Trajectory:
             return -self.label_log_probs.astype(np.float64)
         if self.logits is None:
             raise UserError("This recording keeps no label log-probabilities, so it has no cross-entropy.")
-        logits = self.logits.astype(np.float64)
-        label = np.take_along_axis(logits, self.required_labels[:, None, None], axis=2)[..., 0]
-        top = logits.max(axis=-1)
-        return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+        found, labels = np.empty(self.logits.shape[:2]), self.required_labels
+        for rows in _some_rows(self.logits):
+            logits = self.logits[rows].astype(np.float64)
+            label = np.take_along_axis(logits, labels[rows, None, None], axis=2)[..., 0]
+            top = logits.max(axis=-1)
+            found[rows] = top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+        return found
 
     @cached_property
     def sha256(self) -> str:
@@ -195,6 +202,19 @@ class Trajectory:
             examples=None if self.examples is None else [self.examples[row] for row in chosen],
             provenance=self.provenance,
         )
+
+    def with_signals(self, signals: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        """The same recording with these signals, too; what was computed of it already is not computed again.
+
+        The signals have names that begin with `gate:` or `stopper:`, so that nothing else depends on them.
+        """
+        other = replace(self, signals={**self.signals, **signals}, provenance=provenance)
+        given = {each.name for each in fields(self)}
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in given})
+        for key, values in self.computed.items():
+            if (key[0] if isinstance(key, tuple) else key) not in signals:
+                other.computed[key] = values
+        return other
 
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
         """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
@@ -370,6 +390,12 @@ class Trajectory:
             )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+
+
+def _some_rows(values: Array) -> Iterator[slice]:
+    """Slices of the rows of [N, ...] that are worked on together, so that what is made of them takes little memory."""
+    size = max(1, _AT_ONCE * len(values) // max(values.size, 1))
+    return (slice(start, start + size) for start in range(0, len(values), size))
 
 
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:

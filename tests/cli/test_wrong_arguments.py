@@ -139,7 +139,7 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["bench", "generation", model, "--text", file, "--policy", policy], "answers of a task"),
         (["bench", "generation", model, "--text", file, "--policy", full, "--prompt-tokens=5000"], "more than the 256"),
         (["diagnose", file], "examples.txt is a file; give a run whose"),
-        (["study", "plan", "nope.toml"], "There is no file nope.toml; give a TOML file, or one of: demo"),
+        (["study", "plan", "nope.toml"], "There is no file nope.toml; give a TOML file, or one of: channels, demo"),
         (["record", "task", str(place / "empty"), "--split", "test"], "is not a run: it has no config.json; give a"),
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
         (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),

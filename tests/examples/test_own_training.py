@@ -30,6 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(ROOT / "examples" / "my_model.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_model", None)  # of another folder
     with patch.dict(MODELS):
         yield tmp_path
     sys.modules.pop("my_model", None)
@@ -50,7 +51,8 @@ def test_the_page_has_the_example_and_its_commands() -> None:
 
 def test_every_command_of_the_page_works(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables, study = re.findall(r"```toml\n(.*?)```", SECTION, re.DOTALL)
-    (here / "my_study.toml").write_text(study.replace('"overview"', '"headline"'))
+    timed = 'latency = [{ gate = "linear", prior = 0.3 }]\nreference ='
+    (here / "my_study.toml").write_text(study.replace('"overview"', '"headline"').replace("reference =", timed))
     (here / "examples.txt").write_text("+ 1 2\n* 0 1\n")
     more = {
         "train": setting(*SMALL),
@@ -63,6 +65,7 @@ def test_every_command_of_the_page_works(here: Path, capsys: pytest.CaptureFixtu
     found = json.loads((here / "runs/my_study/report/results.json").read_bytes())
     name = "mano-my_model_LoopedGRU-geometric0.3"
     assert [model["name"] for model in found["models"]] == [f"{name}-fixed-s0", f"{name}-linear-b0.1-s0"]
+    assert [row["model"] for row in found["latency"]] == [f"{name}-linear-b0.1-s0"]
     assert found["models"][1]["label"] == "linear gate, geometric 0.3, β 0.1, my_model:LoopedGRU"
     assert json.loads((here / "runs/gru/recordings/8-loops/test/manifest.json").read_bytes())["contents"]["loops"] == 8
     (here / "my.toml").write_text(f'task = {{ name = "parity", max_bits = 3 }}\n{tables}')

@@ -96,6 +96,7 @@ _NAMES = {
     **dict.fromkeys(("readout", "first", "second", "with_readout"), _READOUTS),
     "with_model": (OWN_MODEL, "os:path", "json:JSONDecoder", "no.such:X", ":"),
     **dict.fromkeys(("dtype", "device", "cache", "split"), _PLACES),
+    "devices": ("cuda:0", "cuda:0,cuda:1", "cuda:0,cuda:0", "cpu"),
 }
 
 

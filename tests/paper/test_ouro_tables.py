@@ -7,7 +7,7 @@ from pages import figure_of, table_of
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import Machine, ModelResult, QuestionBench, QuestionTiming, Results, Spread
+from loopscope.analysis.schema import Latency, Machine, ModelResult, PolicyLatency, Results, Spread
 from loopscope.paper.counterparts import OURO, PRODUCTS, on_paper_grid
 from loopscope.paper.ouro_tables import row_winners
 from loopscope.paper.published import published
@@ -27,13 +27,13 @@ def source(model: str, benchmark: str, **changes: object) -> ModelRecordings:
     return ModelRecordings(f"{model}-{benchmark}", validation, test, gates=gates if benchmark == "arc_easy" else {})
 
 
-def timed(model: str, benchmark: str) -> QuestionBench:
+def timed(model: str, benchmark: str) -> Latency:
     def once(value: float) -> Spread:
         return Spread(value, value, value)
 
     ways = [("fixed", 4.0, 100.0, 1.0), ("gate", 2.0, 60.0, 1.5), ("kl", 2.5, 80.0, 1.25)]
-    policies = [QuestionTiming(name, None, 0.5, loops, once(time), once(speed), 0) for name, loops, time, speed in ways]
-    return QuestionBench(model, benchmark, 10, 4, Machine(1, 1, 8, once(1.0), [1.0]), policies)
+    policies = [PolicyLatency(name, None, 0.5, loops, once(time), once(speed), 0) for name, loops, time, speed in ways]
+    return Latency(model, benchmark, 10, 4, Machine(1, 1, 8, once(1.0), [1.0]), policies)
 
 
 @pytest.fixture(scope="module")

@@ -265,7 +265,7 @@ def test_options_are_keyword_arguments_and_only_a_registered_class_is_made(write
         ("all ones", GATED, "halt of Wrong has nothing to learn; give it layers, in self.gate"),
         ("shape", GATED, "must make halt logits [...] of states [..., width], but made [3, 3, 1]"),
         ("shared", GATED, "halt of Wrong computes with 'extra.weight'; keep all that is the gate's in self.gate"),
-        ("other trunk", DECOUPLED, "has 'extra.weight' in another way than without one, so that a decoupled gate"),
+        ("other trunk", DECOUPLED, "has 'extra.weight' in another way than without one, so that such a gate"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(

@@ -32,7 +32,7 @@ from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
 from loopscope.readouts.replay import gate_readout, has_signal
-from loopscope.readouts.signals import STOPPER, is_gate, own_gate
+from loopscope.readouts.signals import STOPPER, Signal, is_gate, own_gate
 from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -182,10 +182,10 @@ def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory,
     names = stopper_signals(validation, test)
     if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
         return validation, test
-    learned, stoppers = dict(validation.signals), dict[str, Fitted]()
+    learned, stoppers = dict[str, Signal](), dict[str, Fitted]()
     for kind in STOPPER_KINDS:
         stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
-    return replace(validation, signals=learned), attach(test, stoppers)
+    return validation.with_signals(learned, validation.provenance), attach(test, stoppers)
 
 
 def depth_gap(

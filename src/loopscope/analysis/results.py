@@ -60,7 +60,7 @@ class _RecordedRun(msgspec.Struct):
 def assemble_results(
     models: list[schema.ModelResult],
     targets: Sequence[Target],
-    latency: Sequence[schema.QuestionBench] = (),
+    latency: Sequence[schema.Latency] = (),
     transfer: Sequence[TransferResult] = (),
 ) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""

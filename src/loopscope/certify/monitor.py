@@ -240,6 +240,8 @@ class Monitor:
         they are played as they stand: only if they stand in the order in which they arrived.
         """
         share = float(self.watches_risk) if audit is None else audit
+        if not 0 <= share <= 1:
+            raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
         if share:
             self._check_audited()
         check_held_out(self.policy, recording)

@@ -97,8 +97,8 @@ class _Contract:
         self.depth = min(model.num_loops, _MAX_LOOPS)
         self.checks: tuple[Callable[[], Check], ...] = (
             *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
-            *(self.alone, self.different_loops, self.last_loop, self.depth_beyond, self.causality),
-            *(self.kv_cache, self.branches),
+            *(self.alone, self.different_loops, self.last_loop, self.divided_loop, self.depth_beyond),
+            *(self.causality, self.kv_cache, self.branches),
         )
 
     def embedding(self) -> Check:
@@ -190,6 +190,18 @@ class _Contract:
             return self._holds(what)
         after = self.model.pooled(self.model.step(state), last)
         return self._agree(what, [short], [after], "last_pooled differs from pooled after one more step.")
+
+    def divided_loop(self) -> Check:
+        """Both halves of a loop, of which the second runs for the last row alone."""
+        state, what = self._embedded(self.rows), "A loop may be divided where it is read."
+        early = self.model.early_pooled(state, state.lengths - 1)
+        if early is None:
+            return self._holds(what)
+        pooled, begun = early
+        whole, last = self.model.step(state), np.array([len(self.rows) - 1])
+        finished = self._outputs(self.model.finish_step(begun.take(last)))
+        expected = [self.model.pooled(whole, state.lengths - 1), *self._outputs(whole.take(last))]
+        return self._agree(what, [pooled, *finished], expected, "early_pooled and finish_step differ from one step.")
 
     def depth_beyond(self) -> Check:
         if not self.model.any_depth:

@@ -68,6 +68,11 @@ def add_custom_readouts(parser: Parser) -> None:
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
 
 
+def add_custom_tasks(parser: Parser) -> None:
+    text = "import the task of your own on which the run was trained (repeatable)"
+    option(parser, "--with-task MODULE:CLASS", text, action="append")
+
+
 def add_policy_options(parser: Parser) -> None:
     """What goes with --policy: another model than its own, and the readout that it names."""
     add_shared(parser, "--any-model")

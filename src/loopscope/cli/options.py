@@ -180,6 +180,14 @@ def device_name(text: str) -> str:
     return text
 
 
+def gpu_names(text: str) -> list[str]:
+    """cuda:0,cuda:1"""
+    names = text.split(",")
+    if not all(re.fullmatch(r"cuda:\d+", name) for name in names) or len({*names}) < len(names):
+        _reject(text, "not a list of different CUDA devices such as cuda:0,cuda:1")
+    return names
+
+
 _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),

@@ -29,6 +29,7 @@ from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
 from loopscope.recording_paths import recordings_at
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import SPLITS, Trajectory
 
 
@@ -51,6 +52,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--hidden", *COMPUTE)
     inputs.add_custom_readouts(parser)
     inputs.add_custom_model(parser)
+    inputs.add_custom_tasks(parser)
     parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
     add_shared(parser, "model")
     option(parser, "files", "text files to record", **files)
@@ -102,6 +104,7 @@ def _record_task(options: argparse.Namespace) -> None:
     loopscope record task runs/own --split test --with-model my_model:Net
     """
     settings = inputs.finished_run(options.run, options.with_model)
+    task_of_run(options.run, settings, options.with_task)
     from loopscope.recording.recording_folder import Keep
     from loopscope.recording.task_recording import record_task
 
@@ -110,6 +113,7 @@ def _record_task(options: argparse.Namespace) -> None:
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
     with _recording(options, f"recording {options.split}", out) as advance:
         how = {"device": inputs.device_of(options), "progress": advance, "loops": options.loops}
+        how |= {"custom_tasks": options.with_task}
         recording = record_task(options.run, options.split, out, keep, options.examples, options.levels, **how)
     size, depth = recording.num_examples, recording.num_loops
     summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": depth}

@@ -4,7 +4,8 @@ loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
     --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
-loopscope report runs/seed-* --transfer --gate gates/linear --out report
+loopscope report runs/mine runs/demo/linear-gate --transfer \\
+    --gate gates/linear --out report
 """
 
 import argparse
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from loopscope.analysis.threshold_details import ThresholdDetails
     from loopscope.report.products import Product
 
-_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency", "mano_latency")
 """Products that are printed; the page has all."""
 _MAX_NAMES = 200
 """Letters of the names of runs in a note."""

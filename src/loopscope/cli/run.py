@@ -36,6 +36,7 @@ from loopscope.learned.attach import attach, load_fitted
 from loopscope.policy import ExitPolicy
 from loopscope.recording_paths import find_recording, recordings_at
 from loopscope.tasks import Examples
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import Trajectory
 
 Parse = Callable[[list[str]], Examples]
@@ -63,6 +64,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--loops N", deeper, type=loops)
     option(parser, "--batch-size N", "rows to run at a time", default=256)
     option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")
     inputs.add_custom_model(parser)
 
@@ -76,12 +78,13 @@ def _examples_file(text: str) -> str:
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope run` was asked."""
     settings = inputs.finished_run(options.run, options.with_model)
+    task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
     options.loops = options.loops or settings.num_loops
     policy = _policy(options, settings.num_loops)
     inputs.check_runs_on(policy, options.run, options.loops)
     with _lines(options.examples) as lines:
-        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+        reader = _Reader(options.examples, lines, partial(task.parse, longest=settings.block_size))
         requests = reader.requests()
         piped = options.examples == "-"  # whoever writes to a pipe need not have begun
         first = list(islice(requests, not piped))

@@ -206,6 +206,17 @@ class LoopedModel(nn.Module):
         """`pooled` after one more loop, the last of these rows, from a model that can leave out what is not read."""
         return None
 
+    def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
+        """`pooled` after one more loop, and the state in the middle of that loop, from which `finish_step` goes on.
+
+        So rows that exit do not run the rest of the loop. None from a model whose loops are not divided.
+        """
+        return None
+
+    def finish_step(self, begun: LoopState) -> LoopState:
+        """What `step` returns, from the middle of the loop; of some of the rows, if others were left out there."""
+        raise NotImplementedError
+
     def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
         """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
 

@@ -91,6 +91,7 @@ PAPER: dict[str, Recipe] = {
     "posthoc_summary": tables.posthoc_summary,
     "posthoc_gaps": tables.posthoc_gaps,
     "decoupled_gate": tables.decoupled_gate,
+    "mano_latency": tables.mano_latency,
     "lambda_frontiers": _swept("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
     "uniform_signals": _signals("Signals, uniform prior", UNIFORM),
     "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),

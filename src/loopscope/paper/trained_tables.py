@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
 from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
-from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, Results
+from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, PolicyLatency, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedValue, TrainedWith, published
@@ -55,7 +55,11 @@ class TrainedVariant:
     @property
     def counted(self) -> str:
         """The same with the number of its runs."""
-        return f"{self.words} ({len(self.models)} {'seed' if len(self.models) == 1 else 'seeds'})"
+        return self.counting(len(self.models))
+
+    def counting(self, seeds: int) -> str:
+        """The same with the number of the runs that are meant."""
+        return f"{self.words} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
     @property
     def seeded(self) -> list[tuple[int, ModelResult]]:
@@ -65,7 +69,8 @@ class TrainedVariant:
     def matches(self, training: TrainedWith) -> bool:
         """Whether the paper trained a model like this one; it does not always say beta."""
         prior = training.prior if training.prior == "uniform" else training.geometric_lambda
-        return (training.gate, prior) == (self.gate, self.prior)
+        gates = ("linear", "mlp") if training.gate == "unstated" else (training.gate,)
+        return self.gate in gates and prior == self.prior
 
 
 Rule = tuple[TrainedVariant | None, str]
@@ -283,6 +288,44 @@ def _remedy_rows(rules: Sequence[Rule], decoupled: TrainedVariant, results: Resu
         for group, rule in rules
         if group is not None and any(_frontiers(model, rule) for model in group.models)
     ]
+
+
+def mano_latency(results: Results) -> Table:
+    """Time an example: the final loop, and the readouts that exit before it, live."""
+    timed = {bench.model: bench for bench in results.latency if bench.benchmark is None}
+    rows = []
+    for group in trained_variants(results):
+        benches = [timed[model.name] for model in group.models if model.name in timed]
+        for first in benches[0].policies if benches else ():
+            runs = [(bench, way) for bench in benches for way in bench.policies if way.readout == first.readout]
+            speedup = str(over_seeds([way.speedup.median for _, way in runs]))
+            cells = [
+                share_text(over_seeds([way.accuracy for _, way in runs])),
+                str(over_seeds([way.average_loops for _, way in runs])),
+                str(first.milliseconds),
+                str(first.speedup) if len(runs) == 1 else f"{speedup}; {first.speedup}",
+                f"{100 * fmean(bench.realised(way) for bench, way in runs):.0f} %",
+            ]
+            rows.append([group.task, group.counting(len(benches)), first.readout, *cells, _paper_latency(group, first)])
+    note = (
+        "Test examples run live, one way after the other within a round, at the points that validation chose. "
+        "Accuracy, loops and speed-up: mean ± sample standard deviation over seeds; milliseconds, and the speed-up "
+        "that stands after it: the first seed's, median and quartiles over rounds. Realised: the speed-up as a share "
+        "of loops saved (T / average loops). Paper: of its own GPU and scale; it does not say which gate it timed."
+    )
+    columns = ["task", "training", "readout", "accuracy", "loops", "ms an example", "speed-up", "realised", "paper"]
+    return Table("Time an example", note, columns, rows)
+
+
+def _paper_latency(group: TrainedVariant, way: PolicyLatency) -> str:
+    """What the paper printed of a model like this one and this readout, if it did."""
+    for row in published().mano_latency:
+        training = row.training
+        if training is None or not group.matches(training) or training.beta not in (None, group.beta):
+            continue
+        if (group.task, row.readout) == ("mano", way.readout):
+            return f"{rounded_percent(row.accuracy)} at {row.loops:.2f}, {row.milliseconds:g} ms, {row.speedup:.2f}"
+    return ""
 
 
 def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:

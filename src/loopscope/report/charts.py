@@ -314,9 +314,11 @@ def _listed(lines: Sequence[Difficulty]) -> list[Difficulty]:
     """As many as a key holds: the first, the last, the last of training where there is one, and some in between."""
     last, most = len(lines) - 1, min(len(lines), _LISTED_DIFFICULTIES)
     places = {round(step * last / max(most - 1, 1)) for step in range(most)}
-    for place in (place for place, line in enumerate(lines) if line.ends_training and place not in places):
-        places.remove(min(places - {0, last}, key=lambda other: abs(other - place)))
-        places.add(place)
+    marked = next((place for place, line in enumerate(lines) if line.ends_training), last)
+    if marked not in places:
+        nearest = min(places - {0, last}, key=lambda place: abs(place - marked))
+        places.remove(nearest)
+        places.add(marked)
     return [lines[place] for place in sorted(places)]
 
 

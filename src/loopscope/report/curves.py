@@ -5,7 +5,6 @@ Curves that lie on each other are drawn once, and a figure has no more of them t
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -219,13 +218,14 @@ class Binning:
         levels = self.tables[0].levels
         known = len(levels) if self.trained is None else sum(level <= self.trained for level in levels)
         made = []
-        for start, end in ((0, known), (known, len(levels))):
-            lines = MAX_KEY_ENTRIES if end - start > _MAX_DIFFICULTIES else end - start
-            cuts = [start + place * (end - start) // lines for place in range(lines + 1)] if lines else []
-            made += [self._joined(levels, range(first, after)) for first, after in pairwise(cuts)]
+        for part in (np.arange(known), np.arange(known, len(levels))):
+            lines = len(part) if len(part) <= _MAX_DIFFICULTIES else MAX_KEY_ENTRIES
+            for places in np.array_split(part, max(lines, 1)):
+                if len(places):
+                    made.append(self._joined(levels, places.tolist()))
         return made
 
-    def _joined(self, levels: Sequence[float], places: range) -> Difficulty:
+    def _joined(self, levels: Sequence[float], places: Sequence[int]) -> Difficulty:
         low, high = levels[places[0]], levels[places[-1]]
         name = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         ends_training = high == self.trained

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import ModelResult, QuestionBench, Results
+from loopscope.analysis.schema import Latency, ModelResult, Results
 from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.analysis.transfer import TransferResult
@@ -33,7 +33,9 @@ from loopscope.studies.steps import (
     Recording,
     Score,
     Step,
-    Time,
+    TimeBenchmark,
+    TimeTask,
+    Timing,
     Train,
     Transfer,
     all_steps,
@@ -42,6 +44,7 @@ from loopscope.studies.study_file import (
     ExpandedStudy,
     ExternalSource,
     Gates,
+    Reference,
     Study,
     StudyCheckpoint,
     StudyPart,
@@ -61,7 +64,7 @@ class Model:
     analysis: Analyse
     training: Train | None = None  # of a run
     checkpoint: ExternalSource | None = None
-    timing: Time | None = None
+    timing: Timing | None = None
     transfer: Transfer | None = None  # of its rules to others
 
     @property
@@ -84,10 +87,11 @@ class Model:
         benchmark = msgspec.structs.replace(made.benchmark, model=self.checkpoint.name)
         return msgspec.structs.replace(made, group=self.name, benchmark=benchmark)
 
-    def timed(self, store: Path) -> QuestionBench | None:
-        if self.checkpoint is None or self.timing is None or not self.timing.done(store):
+    def timed(self, store: Path) -> Latency | None:
+        if self.timing is None or not self.timing.done(store):
             return None
-        return msgspec.structs.replace(self.timing.result(store), model=self.checkpoint.name)
+        name = self.name if self.checkpoint is None else self.checkpoint.name
+        return msgspec.structs.replace(self.timing.result(store), model=name)
 
     def link(self, store: Path, folder: Path) -> None:
         """Makes `folder` look like the folder of a run, with its recordings, gates and policies."""
@@ -244,7 +248,7 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
         if run.of.extrapolate:
             extrapolation_levels(run.settings)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
-    measures = _references(runs, part, trained)
+    measures, timed = _references(runs, part, trained), _timed(runs, part)
     hidden = {trained[run.name].key for run in runs if run.of.fit}  # fitted gates read hidden states
 
     def recording(of: Train, split: str, examples: int | None = None) -> Record:
@@ -266,7 +270,8 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
             unseen=part.unseen,
             policies=_policies(validation, gates, part.guarantees, part.unseen),
         )
-        models.append(Model(run.name, analysis, of))
+        timing = TimeTask(of=of, validation=validation, test=analysis.test) if run.name in timed else None
+        models.append(Model(run.name, analysis, of, timing=timing))
     return models
 
 
@@ -292,7 +297,7 @@ def _scored_model(found: StudyCheckpoint, study: Study, arithmetic: str) -> Mode
         unseen=False,
         policies=_policies(validation, gates, entry.guarantees, unseen=False),
     )
-    timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
+    timing = TimeBenchmark(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
     return Model(f"{found.checkpoint.name}-{benchmark}", analysis, None, found.checkpoint, timing)
 
 
@@ -343,13 +348,29 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
     reference = part.reference
     if reference is None:
         return {}
-    beta = None if reference.gate == "none" else reference.beta
-    sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
     found = dict[int, Train]()
-    for run in runs:
-        if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
-            found.setdefault(run.seed, trained[run.name])  # another architecture may come after it
+    for run in _trained_as(runs, reference):
+        found.setdefault(run.seed, trained[run.name])  # another architecture may come after it
     for run in runs:
         if run.seed not in found:
             raise UserError(f"The reference of '{part.settings}' is not among its runs with seed {run.seed}; list it.")
     return found
+
+
+def _timed(runs: list[StudyRun], part: StudyPart) -> set[str]:
+    """The names of the runs whose exits are timed."""
+    found = [_trained_as(runs, training) for training in part.latency]
+    if [] in found:
+        training = part.latency[found.index([])]
+        named = f"gate = '{training.gate}', prior = {training.prior}"
+        raise UserError(f"latency of '{part.settings}' has {named}, and no run of the part is trained so; list one.")
+    return {run.name for some in found for run in some}
+
+
+def _trained_as(runs: list[StudyRun], training: Reference) -> list[StudyRun]:
+    """The runs of every seed with this gate, prior and beta."""
+    beta = None if training.gate == "none" else training.beta
+    sought = (usual_objective(training.gate, training.prior), training.gate, training.prior, beta)
+    return [
+        run for run in runs if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought
+    ]

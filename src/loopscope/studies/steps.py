@@ -19,12 +19,12 @@ import torch
 
 from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, load_recordings
-from loopscope.analysis.schema import ModelResult, QuestionBench
+from loopscope.analysis.schema import Latency, ModelResult
 from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.analysis.transfer import TransferResult, fitted_rules, replayed_rules
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
-from loopscope.bench.exit_timing import time_benchmark
+from loopscope.bench.exit_timing import time_benchmark, time_task
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.checks.model_contract import check_model
@@ -60,6 +60,8 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
     optional: ClassVar[tuple[str, ...]] = ()
     """Fields that are no part of the address where they are empty."""
     uses_device: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
+    """Whether nothing else of the study may run beside it."""
 
     @property
     def needs(self) -> "tuple[Step, ...]":
@@ -162,7 +164,8 @@ class Record(Recording, frozen=True, kw_only=True):
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
         self.of.import_model()
-        record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+        run, folder, custom = self.of.folder(store), self.folder(store), self.of.settings.task_name
+        record_task(run, self.split, folder, keep, self.examples, device=device, custom_tasks=[custom])
 
 
 class Score(Recording, frozen=True, kw_only=True):
@@ -323,8 +326,9 @@ class Transfer(Step, frozen=True, kw_only=True):
         subjects = {each.key: each.subject(store) for each in self.onto}
         validation = subjects[self.of.key].validation
         rules = fitted_rules(validation, load_fits(self.of.gates, store), target)
-        pairs = ((key, subject) for key, subject in subjects.items())
-        found = [each for pair in pairs for each in replayed_rules(rules, (self.of.key, validation), pair, target)]
+        found: list[TransferResult] = []
+        for stopped in subjects.items():
+            found += replayed_rules(rules, (self.of.key, validation), stopped, target)
         self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
 
     def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
@@ -333,11 +337,40 @@ class Transfer(Step, frozen=True, kw_only=True):
         return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
 
 
-class Time(Step, frozen=True, kw_only=True):
-    """The final loop, the model's own gate and the best other readout, live, at the points that validation chose."""
+class Timing(Step, frozen=True, kw_only=True):
+    """Exits that run live, at the points that validation chose."""
 
     kind: ClassVar[str] = "timing"
     uses_device: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+
+    @property
+    def units(self) -> int:
+        return 20 * SMALL
+
+    def save(self, store: Path, latency: Latency) -> None:
+        self.write(store, lambda scratch: write_json(scratch / "timing.json", latency))
+
+    def result(self, store: Path) -> Latency:
+        return read_json(Latency, self.checked_folder(store) / "timing.json", "timing")
+
+
+class TimeTask(Timing, frozen=True, kw_only=True):
+    """A run on its task: the final loop, and its own gate or (without one) readouts that need none."""
+
+    of: Train
+    validation: Recording
+    test: Recording
+
+    def run(self, store: Path, device: torch.device) -> None:
+        recordings = (self.validation.load(store), self.test.load(store))
+        self.of.import_model()
+        self.save(store, time_task(self.of.folder(store), *recordings, device, [self.of.settings.task_name]))
+
+
+class TimeBenchmark(Timing, frozen=True, kw_only=True):
+    """A checkpoint on a benchmark: the final loop, the model's own gate and the best other readout."""
+
     analysis: Analyse
     checkpoint: ExternalSource
     benchmark: str
@@ -351,15 +384,11 @@ class Time(Step, frozen=True, kw_only=True):
     def needs(self) -> tuple[Step, ...]:
         return (self.analysis, self.analysis.validation, self.analysis.test)
 
-    @property
-    def units(self) -> int:
-        return 20 * SMALL
-
     def run(self, store: Path, device: torch.device) -> None:
         validation, test = self.analysis.validation.load(store), self.analysis.test.load(store)
         result = self.analysis.result(store)
         readouts = [found.readout for names in (("gate",), POST_HOC) if (found := result.best(names)) is not None]
-        bench = time_benchmark(
+        latency = time_benchmark(
             self.checkpoint.source,
             self.benchmark,
             [ExitPolicy("fixed", test.num_loops), *(choose(readout, validation) for readout in readouts)],
@@ -370,10 +399,7 @@ class Time(Step, frozen=True, kw_only=True):
             device=device,
             dtype=self.dtype,
         )
-        self.write(store, lambda scratch: write_json(scratch / "timing.json", bench))
-
-    def result(self, store: Path) -> QuestionBench:
-        return read_json(QuestionBench, self.checked_folder(store) / "timing.json", "timing")
+        self.save(store, latency)
 
 
 def load_fits(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:

@@ -115,7 +115,7 @@ class Gates(Settings, frozen=True, kw_only=True):
 
 
 class Reference(Settings, frozen=True, kw_only=True):
-    """The run against whose trajectory (of the same seed) the others of its part are measured."""
+    """Runs of a part, by how they were trained: whose trajectory (of the same seed) measures the others, say."""
 
     gate: GateKind = "none"
     prior: Prior
@@ -128,6 +128,7 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     set: tuple[str, ...] = ()
     unseen: bool = False  # count only examples that training did not have
     reference: Reference | None = None
+    latency: tuple[Reference, ...] = ()  # the runs (of every seed) whose exits are timed
     runs: Some[RunGrid]
     gates: Gates = Gates()
     extrapolation_examples: Count | None = None
@@ -304,7 +305,7 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
             else:
                 changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
             settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
-            task = part.name or type(settings.task).__name__.lower()
+            task = part.name or settings.task_name.rpartition(":")[2].lower()
             words = [task, *architecture_words(plain(settings.model))]
             words.append(_run_name(settings.objective, gate, prior, beta, seed))
             made = entry.name or re.sub(r"[^\w.-]", "_", "-".join(words))

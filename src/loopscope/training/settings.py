@@ -1,10 +1,11 @@
 """What does a training run depend on? Its settings, from a preset or a TOML file; they are read without PyTorch.
 
-`objective = "module:function"` names a custom objective, `objective.prior` may name a custom prior, and
-`model = "module:Class"` names a custom model. A module is found where Python finds modules, the current folder
-included, and its source text enters the run's settings as a hash (`with_sources`, which does not run the module): with
-another text it is another run. Training imports the module, because the user's settings name it; nobody runs code
-because a checkpoint's file names it.
+`objective = "module:function"` names a custom objective, `objective.prior` may name a custom prior, `model =
+"module:Class"` a custom model and `task = "module:Class"` a custom task. A module is found where Python finds modules,
+the current folder included, and its source text enters the run's settings as a hash (`with_sources`, which does not run
+the module): with another text it is another run. Training imports the module, because the user's settings name it.
+Later a task or a model is imported only if the user names it again (`task_of_run` in `training/run_folder.py`,
+`register_model`), so that nobody runs code because a checkpoint's file names it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,11 +35,11 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import brief, did_you_mean
+from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
 from loopscope.models.checkpoint_folder import ModelSettings, require_values
 from loopscope.models.tokenizer import END
-from loopscope.tasks import Mano, Parity
+from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256
 
 GATE_CHANNELS, ACT = "gate_channels", "act"
@@ -57,7 +58,8 @@ _SETTINGS_OF = {
     **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
 }
 """The objectives that have a setting, by the setting's name."""
-_NAMED_TABLES = ("objective", "model")
+_NAMED_TABLES = ("objective", "model", "task")
+"""Tables that a name alone can stand for."""
 
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -191,18 +193,33 @@ class Training(Settings, frozen=True, kw_only=True):
 class RunSettings(Settings, frozen=True, kw_only=True):
     """Of a model that is trained on a task."""
 
-    task: Mano | Parity
+    task: BuiltInTask
     model: ModelSettings = ModelSettings()
     objective: Objective = Objective()
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
+        objective, gate = self.objective.name, self.model.gate
         is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
         gated = f"{', '.join(GATED[:-1])} and {GATED[-1]}"
         rule = f"{gated} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"))
+        self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        positions = self.generator.positions
         short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
-        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
+        require_values((self.block_size >= positions, short))
+
+    @property
+    def generator(self) -> Task:
+        """What draws and answers the task's examples."""
+        return self.task
+
+    @property
+    def task_name(self) -> str:
+        """As settings name it; of the user's own, module:Class."""
+        return str(plain(self.task)["name"])
 
     @property
     def num_loops(self) -> int:
@@ -210,7 +227,27 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        return self.model.block_size or self.task.positions
+        return self.model.block_size or self.generator.positions
+
+
+class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
+    """Of a looped Transformer that is trained on a task of the user's own."""
+
+    task: CustomTask  # type: ignore[assignment]  # in place of the built-in ones
+
+    def _check_block_size(self) -> None:
+        """Nothing is imported while settings are read."""
+
+    @property
+    def generator(self) -> Task:
+        """Imports the user's code: for settings that the user gave, or a run that `task_of_run` let through."""
+        task = load_task(self.task)
+        if (self.model.block_size or task.positions) < task.positions:
+            raise UserError(
+                f"model.block_size is {self.model.block_size}, and the longest examples of '{self.task.name}' have "
+                f"{task.positions} tokens."
+            )
+        return task
 
 
 class OuroShape(Settings, frozen=True, kw_only=True):
@@ -292,7 +329,15 @@ def read_settings(
     tables = overridden(tables, [*of_study, *overrides])
     if objective is not None:
         tables["objective"] = plain(objective)
-    return build(RunSettings, tables, _named_source(where, overrides))
+    return build_run_settings(tables, _named_source(where, overrides))
+
+
+def build_run_settings(tables: Mapping[str, Any], source: str) -> RunSettings:
+    """The settings from their tables, whose task may be one of the user's own."""
+    task = tables.get("task")
+    name = task.get("name") if isinstance(task, Mapping) else None
+    kind = CustomTaskSettings if isinstance(name, str) and is_user_name(name) else RunSettings
+    return build(kind, tables, source)
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
@@ -351,7 +396,14 @@ def with_model_source(model: ModelSettings, given: type | None = None) -> ModelS
     return msgspec.structs.replace(model, source_sha256=source_sha256(str(model.name), "model", recorded, given))
 
 
-def with_sources(settings: RunSettings) -> RunSettings:
-    """The settings with the hashes of all source texts that they name."""
-    model, objective = with_model_source(settings.model), with_source(settings.objective)
-    return msgspec.structs.replace(settings, model=model, objective=objective)
+def with_sources(settings: Any, function: UserFunction | None = None) -> Any:
+    """The settings of a run with the hashes of all source texts of the user's, which must be those that they have.
+
+    A model's that is there already is checked when the model is imported.
+    """
+    settings = msgspec.structs.replace(settings, objective=with_source(settings.objective, function))
+    if isinstance(settings, CustomTaskSettings):
+        settings = msgspec.structs.replace(settings, task=with_task_source(settings.task))
+    if isinstance(settings, RunSettings) and settings.model.source_sha256 is UNSET:
+        settings = msgspec.structs.replace(settings, model=with_model_source(settings.model))
+    return settings

@@ -22,11 +22,13 @@ from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
-from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
+from loopscope.tasks import Examples, drawn, examples_sha256, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
+from loopscope.training.run_folder import CUSTOM_EXAMPLES, check_examples
 from loopscope.training.settings import (
     Channels,
+    CustomTaskSettings,
     RunSettings,
     UserFunction,
     custom_objective,
@@ -68,7 +70,7 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        settings, task = self.settings, self.settings.task
+        settings, task = self.settings, self.settings.generator
         config = CheckpointConfig(
             vocab_size=task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
         )
@@ -94,13 +96,14 @@ class TaskRun(TrainingRun):
 
     def prepare(self) -> dict[str, Any]:
         """Split sizes, and how much of validation and test occurs in the training data."""
-        task = self.settings.task
+        task = self.settings.generator
         sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+        custom = {CUSTOM_EXAMPLES: examples_sha256(task)} if isinstance(self.settings, CustomTaskSettings) else {}
         if task.train_examples == 0:
-            return {"examples": sizes | {"train": "online"}}
+            return {"examples": sizes | {"train": "online"}, **custom}
         known = training_fingerprints(task)
         shares = {name: overlap(drawn(task, name), known) for name in ("validation", "test")}
-        return {"examples": sizes, "share_seen_in_training": shares}
+        return {"examples": sizes, "share_seen_in_training": shares, **custom}
 
     def initial_model(self) -> LoopedModel:
         return initial_model(self.settings)
@@ -109,12 +112,13 @@ class TaskRun(TrainingRun):
         return AnswerLosses(model)
 
     def batches(self) -> Callable[[int], Examples]:
+        check_examples(self.folder, self.settings)
         return training_batches(self.settings)
 
     @torch.no_grad()
     def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop, in evaluation mode."""
-        task, losses = self.settings.task, AnswerLosses(model)
+        task, losses = self.settings.generator, AnswerLosses(model)
         size = min(self.settings.training.validation_sample, task.validation_examples)
         examples = drawn(task, "validation").take(np.arange(size))
         sums, is_training = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device), model.training
@@ -136,7 +140,7 @@ def initial_model(settings: RunSettings) -> LoopedModel:
 
     def make(model: ModelSettings) -> LoopedModel:
         kind = custom_model if model.is_custom else LoopedTransformer
-        return kind(model, settings.task.vocab_size, settings.block_size)
+        return kind(model, settings.generator.vocab_size, settings.block_size)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
@@ -147,7 +151,7 @@ def initial_model(settings: RunSettings) -> LoopedModel:
         differing = model.load_state_dict(trunk.state_dict(), strict=False)
         own = [name for name in differing.missing_keys if not name.startswith("gate.")]
         reject(
-            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that a gate "
+            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that such a gate "
             "would change the trunk; keep all that is the gate's in self.gate."
             for name in (*own, *differing.unexpected_keys)
         )
@@ -156,7 +160,7 @@ def initial_model(settings: RunSettings) -> LoopedModel:
 
 def try_custom_model(settings: RunSettings) -> None:
     """Reject a model of the user's that cannot be trained on the task; it is tried on a few of its examples."""
-    name, task, gated = settings.model.name, settings.task, settings.model.gate != "none"
+    name, task, gated = settings.model.name, settings.generator, settings.model.gate != "none"
     model, examples = initial_model(settings), drawn(task, "validation")
     rows = [int(examples.lengths.argmin()), int(examples.lengths.argmax()), int(examples.labels.argmax())]
     try:
@@ -222,7 +226,7 @@ class AnswerLosses(nn.Module):
 
 def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
     """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
-    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
+    task, size, seed = settings.generator, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()
     examples, rows = drawn(task, "train"), epoch_rows(task.train_examples, settings.training)

@@ -24,7 +24,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -64,7 +63,7 @@ from loopscope.training.run_folder import (
     read_metrics,
     trained_with,
 )
-from loopscope.training.settings import WITH_PRIOR, Training, UserFunction, with_source
+from loopscope.training.settings import WITH_PRIOR, Training, UserFunction, with_sources
 
 _EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
@@ -176,16 +175,17 @@ def train_run(
 def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, GateTraining]:
     """The run with the hashes of its sources in its settings, its objective, and how that trains a gate."""
     run = run.with_model()
-    settings = run.settings
-    pinned = with_source(settings.objective, run.function)
+    settings = with_sources(run.settings, run.function)
+    pinned = settings.objective
     objective = load_objective(pinned, settings.training.seed, run.function)
     steps = settings.training.steps
     gate_training = try_objective(objective, settings.num_loops, run.has_gate, steps, device)
     for step in (0, steps - 1) if pinned.name in WITH_PRIOR else ():  # of a drawn depth the losses know no prior
         depth_prior(pinned, settings.num_loops, step, steps)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
-        raise UserError(f"The objective '{pinned.name}' does not use loops.gate_logits; set model.gate = 'none'.")
-    return replace(run, settings=msgspec.structs.replace(settings, objective=pinned)), objective, gate_training
+        name = settings.objective.name
+        raise UserError(f"The objective '{name}' does not use loops.gate_logits; set model.gate = 'none'.")
+    return replace(run, settings=settings), objective, gate_training
 
 
 def _train(
