@@ -63,15 +63,15 @@ def test_scoring_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_growth_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ("--examples", 1000, "--loops", 3, "--classes", 6)
+    few = ("--examples", 1000, "--loops", 3, "--classes", 8)
     assert run(growth, *few, "--stage", "calibrate", "--json") == 0
     (stage,) = json.loads(capsys.readouterr().out)["stages"]
     assert (stage["stage"], stage["examples"]) == ("calibrate", 1000)
     assert stage["seconds"] > 0
     for split in ("validation", "test"):
-        growth.simulate(tmp_path / split, split, 1000, 3, 6)
+        growth.simulate(tmp_path / split, split, 1000, 3, 8)
     for name, make in growth.STAGES.items():
-        made = make(tmp_path, 1000, 3, 6)()
+        made = make(tmp_path, 1000, 3, 8)()
         assert name != "diagnose" or made.room_left is not None
     assert (tmp_path / "out" / "report.html").is_file()
 

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("my_model", None)  # of another folder
-    with patch.dict(MODELS):
+    with patch.dict(MODELS, clear=True):
         yield tmp_path
     sys.modules.pop("my_model", None)
 
