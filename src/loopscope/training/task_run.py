@@ -134,8 +134,8 @@ class TaskRun(TrainingRun):
 def initial_model(settings: RunSettings) -> LoopedModel:
     """The model before its first step; the run's seed decides its weights.
 
-    All of it but the gate is what the fixed prior's run of the same seed starts from. Only a `learned_gate` starts from
-    other weights.
+    All of it but the gate is what the fixed prior's run of the same seed starts from, where a gate is decoupled at all.
+    Every other run with a gate starts from other weights.
     """
 
     def make(model: ModelSettings) -> LoopedModel:
