@@ -55,17 +55,22 @@ def record_task(
     levels: range | None = None,
     device: str | torch.device = "cpu",
     progress: ProgressCallback = silent,
+    loops: int | None = None,
     custom_tasks: Sequence[str] = (),
 ) -> Trajectory:
     """Records a split of the task that the run in `run` was trained on; an identical recording is used again.
 
+    With `loops` it has so many of them, fewer or more than in training: its last loop is the one at which all exit.
     A task of the user's own (module:Class) is imported if `custom_tasks` names it.
     """
     keep = keep or Keep()
     settings = read_run_settings(run)
     task = task_of_run(run, settings, custom_tasks)
     examples = split_examples(settings, split, size, levels)
-    model = load_model(run, device)
+    model, trained = load_model(run, device), settings.num_loops
+    depth = trained if loops is None else loops
+    if depth != trained:
+        model.set_depth(depth)
     provenance = {
         "weights_sha256": weights_sha256(run),
         "precision": model.precision,
@@ -75,7 +80,9 @@ def record_task(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if (found := existing_recording(out, split, provenance, keep)) is not None:
+    if depth != trained:
+        provenance |= {"loops": depth, "trained_loops": trained}
+    if (found := existing_recording(out, split, {**provenance, "loops": depth}, keep)) is not None:
         return found
     layout = _layout(model, examples, keep)
     if task.train_examples:  # what was drawn online nobody knows any more

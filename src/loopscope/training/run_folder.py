@@ -43,6 +43,8 @@ _NAMES = {
     "start_sha256": "--start",
     "teacher_sha256": "--teacher",
     "objective.source_sha256": "the source text of the objective",
+    "objective.prior_sha256": "the source text of the prior",
+    "model.source_sha256": "the source text of the model",
     "task.source_sha256": "the source text of the task",
 }
 """What users call the settings of a run that are hashes."""
