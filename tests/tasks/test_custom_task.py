@@ -244,14 +244,14 @@ def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = {"train": SIZES, "record": [], "study": [*SIZES, "task.train_examples=300"]}
     for command in block.strip().splitlines():
         _, verb, *rest = command.split()
-        more = [word for override in words[verb] for word in ("--set", override)]
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "loopscope.cli", verb, *rest, *more],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        arguments = [verb, *rest, *(word for override in words[verb] for word in ("--set", override))]
+        if verb == "train":  # where a module is found without being installed
+            process = [sys.executable, "-P", "-m", "loopscope.cli", *arguments]
+            done = subprocess.run(process, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        else:
+            assert main(arguments) == 0
+    sys.modules.pop("my_tasks")
     labels = np.array(ls.Trajectory.load("runs/sums/recordings/validation").required_labels)
     assert (labels.min(), labels.max()) == (0, 4)
     results = json.loads(Path("runs/sums-study/report/results.json").read_bytes())

@@ -9,31 +9,34 @@ constructions need about log2 of the hops: they jump over twice as many with eve
 """
 
 import math
+from functools import lru_cache
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
 
-from loopscope.errors import UserError
 from loopscope.tasks.examples import Draws, Integers
 from loopscope.tasks.task import Task
 
 _MARK = ">"
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
-_MAX_REDRAWS = 1_000
+_RAREST = 100
+"""Hops that fewer than one text in so many has are not asked for: texts are drawn until they have all their hops."""
 
 
 class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
     """No letter follows itself, so every hop goes back; texts are uniform among those in which all hops exist."""
 
     alphabet: Annotated[int, msgspec.Meta(ge=3, le=26)] = 4
-    letters: Annotated[int, msgspec.Meta(ge=3, le=10_000)] = 32
+    letters: Annotated[int, msgspec.Meta(ge=3, le=1_000)] = 32
     max_hops: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 8
     separator: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        if self.max_hops > self.letters - 2:
-            raise ValueError(f"a text of {self.letters} letters has room for {self.letters - 2} hops at most")
+        if self.max_hops > self.hardest:
+            text = f"one text in {_RAREST} of {self.letters} letters of an alphabet of {self.alphabet}"
+            raise ValueError(f"fewer than {text} has {self.max_hops} hops; choose {self.hardest} at most")
 
     @property
     def symbols(self) -> list[str]:
@@ -45,7 +48,12 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
 
     @property
     def hardest(self) -> int:
-        return self.letters - 2
+        return sum(_RAREST * texts >= self._texts_with[0] for texts in self._texts_with[1:])
+
+    @property
+    def _texts_with(self) -> tuple[int, ...]:
+        """By hops, how many texts have at least as many."""
+        return _texts_with_hops(self.alphabet, self.letters)
 
     @property
     def input_form(self) -> str:
@@ -58,8 +66,7 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
         return self.letters + difficulty + 2
 
     def space(self, difficulty: int) -> int:
-        """Only texts whose last letters alternate are counted, in which each hop goes back by one letter."""
-        return self.alphabet * (self.alphabet - 1) ** max(1, self.letters - difficulty - 1)
+        return self._texts_with[difficulty]
 
     def is_input(self, row: list[int]) -> bool:
         text, marks = np.array([row[: self.letters]]), row[self.letters :]
@@ -69,12 +76,8 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
 
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
         texts = self._draw_texts(draws, len(difficulty))
-        pending, redraws = np.arange(len(difficulty)), 0
+        pending = np.arange(len(difficulty))
         while len(pending := pending[self._reached(texts[pending], difficulty[pending]) < 0]):
-            redraws += 1
-            if redraws > _MAX_REDRAWS:
-                hops = difficulty[pending].max()
-                raise UserError(f"Texts of {self.letters} letters with {hops} hops are too rare; take longer ones.")
             texts[pending] = self._draw_texts(draws, len(pending))
         marks = np.full((len(difficulty), int(difficulty.max(initial=0))), self.alphabet)
         return np.concatenate([texts, marks], axis=1)
@@ -104,6 +107,19 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
         return place
 
 
+@lru_cache
+def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
+    """By hops, how many texts have at least as many.
+
+    Going back from the place of a hop, each letter is the one that is sought with the same chance, 1 / (alphabet - 1).
+    So the hops of a text are the successes of `letters` - 2 trials.
+    """
+    trials, others = letters - 2, alphabet - 2
+    exactly = [math.comb(trials, hops) * others ** (trials - hops) for hops in range(trials + 1)]
+    at_least = accumulate(reversed(exactly))
+    return tuple(alphabet * (alphabet - 1) * texts for texts in at_least)[::-1]
+
+
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     """Paths through all nodes: that of the node that is asked for has `difficulty` edges, the others share the rest.
 
@@ -116,7 +132,8 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
 
     def __post_init__(self) -> None:
         if self.max_edges > self.hardest:
-            raise ValueError(f"{self.nodes} nodes on {self.paths} paths leave {self.hardest} edges for one at most")
+            edges = max(self.hardest, 0)
+            raise ValueError(f"{self.nodes} nodes on {self.paths} paths leave {edges} edges for one at most")
 
     @property
     def symbols(self) -> list[str]:

@@ -106,11 +106,12 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     def positions(self) -> int:
         """How many positions training needs."""
-        return int(self.length(self.levels[-1]))
+        return int(np.max(self.length(np.asarray(self.levels))))
 
     def draw(self, draws: Draws, difficulty: Integers) -> Examples:
         """One example of each given difficulty."""
-        return self._framed(self.draw_inputs(draws, difficulty), self.length(difficulty), difficulty)
+        lengths = np.asarray(self.length(difficulty), dtype=np.int64)
+        return self._framed(self.draw_inputs(draws, difficulty), lengths, difficulty)
 
     def text(self, examples: Examples) -> list[str]:
         """The inputs as a person reads them."""
@@ -143,7 +144,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         reject(self._out_of_range(tokens[:, 1:-1], lengths, labels))
         if difficulty is None:
             difficulty = self.difficulties(tokens, lengths)
-        return Examples(tokens, lengths, labels, difficulty)
+        return Examples(tokens, lengths, labels.astype(np.int64), difficulty)
 
     def _misshapen(self, inputs: Any, lengths: Integers) -> Iterator[str]:
         longest = int(lengths.max(initial=2)) - 2
