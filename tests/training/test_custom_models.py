@@ -185,7 +185,7 @@ def test_nothing_is_imported_because_a_checkpoint_names_it(
     (tmp_path / "imported").unlink()
     sys.modules.pop(name.partition(":")[0])
     MODELS.clear()
-    refused = f"add --with-model {name} (from Python: loopscope.register_model('{name}'))."
+    refused = f"add --with-model {name} if you trust that module (in Python: loopscope.register_model('{name}'))."
     for words in (
         ["record", "task", str(run), "--split", "test"],
         ["run", str(run), __file__, "--threshold", "1"],
@@ -242,7 +242,7 @@ def test_the_block_s_parameters_are_those_that_a_step_reads(write: Write) -> Non
 def test_options_are_keyword_arguments_and_only_a_registered_class_is_made(write: Write) -> None:
     name = f"{write()}:LoopedGRU"
     settings = tiny_settings(*own(name, "model.options.width=8"))
-    with pytest.raises(ls.UserError, match="LoopScope imports no code because a checkpoint names it"):
+    with pytest.raises(ls.UserError, match="a class in code, .*, which is not imported because a file names it"):
         initial_model(settings)
     assert ls.register_model(name) == name
     assert initial_model(settings).embedding.weight.shape == (8, 8)

@@ -163,8 +163,8 @@ class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
 def not_registered(name: str) -> UserError:
     """What is said of a model whose class the user has not named."""
     return UserError(
-        f"This is a model of the class '{name}', and LoopScope imports no code because a checkpoint names it; if you "
-        f"trust that module, add --with-model {name} (from Python: loopscope.register_model('{name}'))."
+        f"This model is a class in code, '{name}', which is not imported because a file names it; add --with-model "
+        f"{name} if you trust that module (in Python: loopscope.register_model('{name}'))."
     )
 
 

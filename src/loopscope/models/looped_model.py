@@ -259,6 +259,8 @@ class LoopedModel(nn.Module):
         Raises `UserError` where the model cannot: it has learned something for each loop, or fails beyond the last.
         """
         trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
+        if loops == trained:
+            return
         if loops > trained and not self.any_depth:
             raise UserError(f"{beyond}: it has learned something for each loop (any_depth = False); ask for fewer.")
         self.num_loops = loops
