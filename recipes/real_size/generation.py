@@ -31,7 +31,7 @@ from loopscope.bench.text_timing import bench_generation, ways_of
 from loopscope.config import write_json
 from loopscope.engine.generation import Prompt, stream
 from loopscope.models.checkpoint import read_config, save_model
-from loopscope.models.decoder_layers import Linear
+from loopscope.models.linear import Linear
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import Ouro
 from loopscope.progress import track

@@ -9,6 +9,7 @@ what the tokens after it take on top. Where a prompt goes through all loops what
 `propagate` and `latest`), its prompts are full depth's.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -151,9 +152,10 @@ def bench_generation(
         through = way if way.cache == "full" else full  # the other caches take prompts through all loops
         calls[f"{title}, prompts"] = partial(text.first().run, through)
         calls[title] = partial(text.run, way)
+    unpacked = copy.deepcopy(model) if plain else model  # a copy has plain matrices
     if plain:
         for title, count in (("plain, prompts", 1), ("plain", text.new_tokens)):
-            calls[title] = partial(plain_text, model, prompts, count, batch_size)
+            calls[title] = partial(plain_text, unpacked, prompts, count, batch_size)
     seconds, machine = interleaved(calls, rounds, _WIDTH, progress, next(model.parameters()))
     freely = text.free().run(full)[0] if plain or any(way.lossless for way in ways) else []
     base = _Measured(seconds, "full depth", text, full)
@@ -165,7 +167,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(chain(*plain_text(model, prompts, text.new_tokens, batch_size)), freely),
+            differing=_differing(chain(*plain_text(unpacked, prompts, text.new_tokens, batch_size)), freely),
         )
     return GenerationBench(
         model=name,
