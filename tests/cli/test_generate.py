@@ -1,6 +1,7 @@
 """`loopscope generate`: prompts in, text or JSON lines out, and what cannot be generated."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -55,10 +56,8 @@ def test_lossless_text_is_full_depths(checkpoint: str, command: Command) -> None
         notes.append(err)
     full, ours = lines
     assert ours["tokens"] == full["tokens"]
-    assert "drafted" not in full
-    assert ours["drafted"] >= ours["accepted"] == sum(loops == 1 for loops in ours["loops"])
-    assert ours["drafted"] > 0
-    assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
+    assert ours == full  # how much was drafted depends on the machine, and is in the note
+    assert re.search(r"[1-9]\d* of [1-9]\d* drafts stood", notes[1])
     assert "up to rounding" not in notes[1]
     for more, noted in ((("--loops", "1", "--lossless"), True), ((), False)):
         said = command(*words, *more, "--dtype", "bfloat16").err

@@ -54,7 +54,7 @@ class KVCache:
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
     _views: dict[tuple[str, bool, int | None], _LoopViews] = field(default_factory=dict, init=False)  # parts of those
     _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
-    _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
+    _states: dict[str, Tensor] = field(default_factory=dict, init=False)  # [loops, R, C, D], from loop 0 on
 
     def number(self, loop: int) -> int:
         return 0 if self.latest_only or not loop else self._numbers.setdefault(loop, len(self._numbers))
@@ -86,15 +86,22 @@ class KVCache:
         copies = (stored.transpose(1, 2).index_select(0, chosen) for stored in (keys, values))  # whole tokens at a time
         return KeysValues(*(copy.transpose(1, 2) for copy in copies))
 
-    def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
-        """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
-        if (name, loop) not in self._states:
-            self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
-        self._states[name, loop].flatten(0, 1).index_copy_(0, indices, states)
+    def write_states(self, name: str, deepest: int, indices: Tensor, states: Tensor) -> None:
+        """States [P, D] of tokens, from which their next loop can begin later, after loops up to the `deepest`.
 
-    def read_states(self, name: str, loop: int, indices: Tensor) -> Tensor:
+        Each lies at (loop times rows plus row) times capacity plus position.
+        """
+        there = self._states.get(name)
+        if there is None or len(there) <= deepest:
+            before = states.new_empty((0, self.rows, self.capacity, states.shape[1])) if there is None else there
+            loops = min(max(deepest + 1, 2 * len(before)), self.most_loops + 1) if deepest else 1
+            self._states[name] = there = self._grown(before, loops)
+        there.view(-1, there.shape[-1]).index_copy_(0, indices, states)
+
+    def read_states(self, name: str, indices: Tensor) -> Tensor:
         """[P, D]"""
-        return self._states[name, loop].flatten(0, 1).index_select(0, indices)
+        there = self._states[name]
+        return there.view(-1, there.shape[-1]).index_select(0, indices)
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
@@ -117,7 +124,7 @@ class KVCache:
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
             self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
         for name, states in self._states.items():
-            self._states[name] = self._grown(states[None], 1)[0]
+            self._states[name] = self._grown(states, len(states))
 
     def take(self, rows: Tensor) -> None:
         """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
@@ -126,7 +133,7 @@ class KVCache:
         for key, found in self._keys_values.items():
             self._keys_values[key] = KeysValues(*(stored.index_select(1, rows.to(stored.device)) for stored in found))
         for name, states in self._states.items():
-            self._states[name] = states.index_select(0, rows.to(states.device))
+            self._states[name] = states.index_select(1, rows.to(states.device))
 
     @property
     def nbytes(self) -> int:
