@@ -1,6 +1,7 @@
 """Lossless text: is it what full depth says, whatever was drafted, and is no work of a draft done twice?"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from conftest import GOLDEN
 from scipy.stats import chisquare
 from test_generation import prompts, same
-from tiny_language import MODELS, tiny_ouro
+from tiny_language import MODELS, draft_at, tiny_ouro
 
 import loopscope as ls
 from loopscope.engine.draft_spacing import DraftSpacing, Spacing
@@ -33,15 +34,8 @@ def model() -> LoopedModel:
 def spaced(monkeypatch: pytest.MonkeyPatch) -> Spaced:
     """Drafts with this spacing, whether it pays or not."""
 
-    def set_to(spacing: Spacing) -> None:
-        def choose(self: DraftSpacing, rows: int, first: int, every_loop: bool) -> Spacing:
-            self.current = self.full_depth if every_loop and spacing.loops > 1 else spacing
-            return self.current
-
-        monkeypatch.setattr(DraftSpacing, "choose", choose)
-
-    set_to(Spacing(1))
-    return set_to
+    draft_at(Spacing(1), monkeypatch)
+    return partial(draft_at, monkeypatch=monkeypatch)
 
 
 def agreeing() -> LoopedModel:

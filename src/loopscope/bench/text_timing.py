@@ -6,7 +6,8 @@ told what to say: it writes as many tokens freely, and those are compared with f
 
 Prompts and writing are told apart: a way's prompts take what it takes until every text has its first token, its writing
 what the tokens after it take on top. Where a prompt goes through all loops whatever its first token needs (the caches
-`propagate` and `latest`), its prompts are full depth's.
+`propagate` and `latest`), its prompts are full depth's. With the cache `full` it goes deep later, while text is
+written. So exits save time in writing, and next to none of what prompts take; `realised_after_prompts` counts it so.
 """
 
 import copy
@@ -54,6 +55,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     kl: float  # of full depth's prediction against this one's, on average
     speedup: Spread  # tokens a second
     realised: Spread | None  # share of the ideal speed-up: T by the average loops, prelude and coda included
+    realised_after_prompts: Spread | None  # the same, where prompts take what they take at full depth: all their loops
     prompt_speedup: Spread
     writing_speedup: Spread
     writing_loops: float  # that were run for a token that was written, those for the cache included
@@ -207,6 +209,10 @@ class _Measured:
         written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
         return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
+    def _ideal_seconds(self, full: "_Measured", average: float) -> Seconds:
+        """What full depth's prompts take, and its writing with the ideal speed-up."""
+        return full.prompt_seconds + full.writing_seconds / self.text.model.ideal_speedup(average)
+
     def timing(self, full: "_Measured", freely: Sequence[Token]) -> GenerationTiming:
         """Against `full` depth; `freely` are the tokens that full depth writes, which lossless text should write."""
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
@@ -234,6 +240,9 @@ class _Measured:
             kl=kl,
             speedup=spread(speedup),
             realised=None if average is None else spread(speedup / model.ideal_speedup(average)),
+            realised_after_prompts=None
+            if average is None
+            else spread(self._ideal_seconds(full, average) / self.seconds),
             prompt_speedup=spread(full.prompt_seconds / self.prompt_seconds),
             writing_speedup=spread(writing),
             writing_loops=self.writing_loops,

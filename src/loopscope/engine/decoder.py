@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_decision import ExitDecision, Integers
+from loopscope.engine.exit_decision import DecisionRows, ExitDecision, Integers, exits_and_answers
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
 from loopscope.models.looped_model import LoopedModel, LoopState
@@ -67,9 +67,9 @@ class TextRows:
     def cache_bytes(self) -> int:
         return self._kv_cache.nbytes + self._head_cache.nbytes
 
-    def _start_row(self, row: int, prompt: Integers) -> None:
-        """A row has these tokens, which have been through nothing."""
-        self._grow(len(prompt), row + 1)
+    def _start_row(self, row: int, prompt: Integers, budget: int = 0) -> None:
+        """A row has these tokens, which have been through nothing; so many may come after them."""
+        self._grow(len(prompt), row + 1, len(prompt) + budget)
         self._tokens[row, : len(prompt)] = prompt
         self._lengths[row] = self._prompts[row] = len(prompt)
         self._cached[row] = self._head_cached[row] = 0
@@ -199,10 +199,10 @@ class TextRows:
         """What a model keeps of a token besides its state."""
         return [name for name in self._kind.tokenwise if name != "hidden"]
 
-    def _grow(self, tokens: int, rows: int) -> None:
+    def _grow(self, tokens: int, rows: int, reserve: int = 0) -> None:
         """Nobody pays for rows that no prompt ever takes."""
-        self._kv_cache.grow(tokens, rows)
-        self._head_cache.grow(tokens, rows)
+        for cache in (self._kv_cache, self._head_cache):
+            cache.grow(tokens, rows, reserve)
         missing = self._kv_cache.capacity - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
@@ -214,6 +214,7 @@ class Exits(NamedTuple):
     rows: Integers  # [n]
     loops: Integers  # [n] that it took
     logits: Tensor  # [n, V] after it
+    likeliest: Integers  # [n] token by these
 
 
 class Decoder(TextRows):
@@ -225,9 +226,9 @@ class Decoder(TextRows):
         self._groups: list[ExitDecision] = []  # one a policy
         self._group_of: NDArray[np.object_] = np.full(rows, None, dtype=object)
 
-    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy) -> None:
-        """A row begins with its prompt, which runs with the next steps."""
-        self._start_row(row, prompt)
+    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, budget: int = 0) -> None:
+        """A row begins with its prompt, which runs with the next steps; so many tokens may come after it."""
+        self._start_row(row, prompt, budget)
         self._group_of[row] = self._group(policy, row)
         self._begin(np.array([row]))
 
@@ -253,20 +254,28 @@ class Decoder(TextRows):
         for group in self._groups:
             done.append(group.keep(self._loops[group.rows] < self._depth))
             if not group.reads_logits:
-                done.append(group.keep(~self._ask(group, None)))
+                done.append(group.keep(~self._ask(group)))
         readers = [group for group in self._groups if group.reads_logits]
         rows = np.concatenate([*(group.rows for group in readers), *done])
         # one call of the head for all: it is bound by reading its weights
         logits = self._logits(rows, self._lengths[rows] - 1, self._loops[rows])
-        exits, first = np.ones(len(rows), dtype=bool), 0
-        for group in readers:
-            part = slice(first, first + len(group.rows))
-            exits[part] = self._ask(group, logits[part])
-            group.keep(~exits[part])
-            first = part.stop
+        exits, likeliest = self._exits(readers, rows, logits)
         found = np.flatnonzero(exits)
         rows, logits = rows[found], reordered(logits, found)
-        return Exits(rows, self._loops[rows], logits)
+        return Exits(rows, self._loops[rows], logits, likeliest[found])
+
+    def _exits(self, readers: list[ExitDecision], rows: Integers, logits: Tensor) -> tuple[NDArray[np.bool_], Integers]:
+        """[n] which of the rows exit, of which those of `readers` come first, and the likeliest token of all."""
+        reading, first = [], 0
+        for group in readers:
+            loops, part = self._loops[group.rows], slice(first, first + len(group.rows))
+            pooled = partial(self._pooled, group.rows, self._lengths[group.rows] - 1, loops)
+            reading.append(DecisionRows(group, loops, logits[part], pooled))
+            first = part.stop
+        decided, likeliest = exits_and_answers(reading, logits)
+        for group, exits in zip(readers, decided, strict=True):
+            group.keep(~exits)
+        return np.concatenate((*decided, np.ones(len(rows) - first, dtype=bool))), likeliest
 
     def _loops_ahead(self, active: Integers) -> int:
         """How many loops run before anybody is asked."""
@@ -276,10 +285,10 @@ class Decoder(TextRows):
         exits = [self._depth, *(group.first_exit for group in self._groups if len(group.rows))]
         return max(1, min(exits) - int(loops[0]))
 
-    def _ask(self, group: ExitDecision, logits: Tensor | None) -> NDArray[np.bool_]:
-        """[n] who of a group exits now."""
+    def _ask(self, group: ExitDecision) -> NDArray[np.bool_]:
+        """[n] who of a group that reads no logits exits now."""
         rows, loops = group.rows, self._loops[group.rows]
-        return group.exits(loops, logits, partial(self._pooled, rows, self._lengths[rows] - 1, loops))
+        return group.exits(loops, None, partial(self._pooled, rows, self._lengths[rows] - 1, loops))
 
     def _group(self, policy: ExitPolicy, row: int) -> ExitDecision:
         """What decides about this row, with others under its policy."""

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from loopscope.engine.decoder import CACHE_MODES, Decoder
-from loopscope.engine.exit_decision import Integers, check_policy
+from loopscope.engine.exit_decision import Integers, check_answers, check_policy
 from loopscope.engine.requests import check_tokens, require_vocabulary
-from loopscope.engine.sampling import Sampling, draw_tokens, greedy_tokens
+from loopscope.engine.sampling import Sampling, draw_tokens
 from loopscope.engine.wavefront import ConfirmedToken, Wavefront
 from loopscope.errors import UserError
 from loopscope.exit_state import check_drafts
@@ -126,7 +126,7 @@ def stream(
     With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
     which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
-    other may be said.
+    other may be found.
     """
     if min(max_new_tokens, batch_size) < 1:
         raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
@@ -179,17 +179,17 @@ def stream(
                 texts.force(row, as_token_row(prompt.forced, "What is forced after a prompt"))
         if not running:
             return
-        for said in texts.advance():
-            text = running[said.row]
-            finish_reason = text.add(said.token, stop)
-            if stopping_criterion is not None and stopping_criterion(text.prompt.key, said.token):
+        for found in texts.advance():
+            text = running[found.row]
+            finish_reason = text.add(found.token, stop)
+            if stopping_criterion is not None and stopping_criterion(text.prompt.key, found.token):
                 finish_reason = "stop"
-            taken_back = said.taken_back
+            taken_back = found.taken_back
             if finish_reason is not None:
-                taken_back += texts.end(said.row)
-                del running[said.row]
-            logits = said.logits if with_logits else None
-            made = Token(text.prompt.key, said.token, said.loops, finish_reason, logits, said.accepted, taken_back)
+                taken_back += texts.end(found.row)
+                del running[found.row]
+            logits = found.logits if with_logits else None
+            made = Token(text.prompt.key, found.token, found.loops, finish_reason, logits, found.accepted, taken_back)
             stats.count(made, texts)
             yield made
 
@@ -218,11 +218,11 @@ class _ExitingTexts(Decoder):
         self._sampling = sampling
         self._draws: dict[int, np.random.Generator] = {}
         self._forced: dict[int, Iterator[int]] = {}
-        self._said: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
+        self._next: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
 
     def begin(self, row: int, tokens: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
         """A row begins with a prompt; `number` is that of its random numbers."""
-        self.prefill(row, tokens, policy)
+        self.prefill(row, tokens, policy, budget)
         self._draws[row] = np.random.Generator(np.random.Philox(key=[self._sampling.seed, number]))
         self._forced[row] = iter(())
 
@@ -232,25 +232,25 @@ class _ExitingTexts(Decoder):
 
     def end(self, row: int) -> int:
         """A row is finished, and has left no drafts."""
-        del self._said[row]
+        del self._next[row]
         return 0
 
     def advance(self) -> list[ConfirmedToken]:
         """One loop of every row, after those that have said something go on; the tokens that exit."""
-        if self._said:
-            self.append([*self._said], [*self._said.values()])
+        if self._next:
+            self.append([*self._next], [*self._next.values()])
         exits = self.step()
         if len(exits.rows):
             require_vocabulary(self._model, exits.logits)
         logits, rows = exits.logits.float(), exits.rows.tolist()
         if self._sampling.temperature == 0:
-            tokens = greedy_tokens(logits)
+            tokens = check_answers(exits.likeliest).tolist()
         else:
             tokens = draw_tokens(logits, [self._draws[row] for row in rows], self._sampling)
-        self._said = {row: next(self._forced[row], token) for row, token in zip(rows, tokens, strict=True)}
+        self._next = {row: next(self._forced[row], token) for row, token in zip(rows, tokens, strict=True)}
         return [
-            ConfirmedToken(row, self._said[row], loops, said, False, 0)
-            for row, loops, said in zip(rows, exits.loops.tolist(), logits, strict=True)
+            ConfirmedToken(row, self._next[row], loops, own_logits, False, 0)
+            for row, loops, own_logits in zip(rows, exits.loops.tolist(), logits, strict=True)
         ]
 
 

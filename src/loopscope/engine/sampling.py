@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.engine.exit_decision import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.engine.exit_decision import NO_ANSWER, check_answers
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 
@@ -33,11 +33,6 @@ class Sampling:
             or not 0 < self.top_p <= 1
         ):
             raise UserError("temperature, top_k and seed lie between 0 and 2**63, and top_p above 0 and up to 1.")
-
-
-def greedy_tokens(logits: Tensor) -> list[int]:
-    """The likeliest token of every row of logits [n, V]."""
-    return _fetched(likeliest_classes(logits))
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from loopscope.engine.decoder import NO_ROWS, TextRows, reordered
 from loopscope.engine.draft_spacing import DraftSpacing, Spacing
-from loopscope.engine.exit_decision import ExitDecision, Integers
+from loopscope.engine.exit_decision import DecisionRows, ExitDecision, Integers, check_answers, exits_and_answers
 from loopscope.engine.requests import require_vocabulary
-from loopscope.engine.sampling import Sampling, greedy_tokens, race, race_times
+from loopscope.engine.sampling import Sampling, race, race_times
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
 
@@ -64,6 +64,7 @@ class _Flight:
     decision: ExitDecision | None  # of a policy that looks at a signal
     confirmed: int  # tokens that full depth said, those of the prompt included
     drafted_at: list[int] = field(default_factory=list)  # the loops after which those after them were said
+    followed: set[int] = field(default_factory=set)  # the positions that the policy was asked about
     answers: dict[int, dict[int, int]] = field(default_factory=dict)  # of each position what its loops said
     times: dict[int, Tensor] = field(default_factory=dict)  # [V] of each position, where text is drawn
     fallen: int = 0
@@ -71,7 +72,8 @@ class _Flight:
     def cut(self, length: int) -> None:
         """Drafts from this position on were never said."""
         del self.drafted_at[length - self.confirmed :]
-        self.answers = {position: said for position, said in self.answers.items() if position < length}
+        self.followed = {position for position in self.followed if position < length}
+        self.answers = {position: each for position, each in self.answers.items() if position < length}
 
 
 class _Reads(NamedTuple):
@@ -102,7 +104,7 @@ class Wavefront(TextRows):
 
     def begin(self, row: int, prompt: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
         """A row begins with its prompt, which runs with the next steps; at most `budget` tokens follow."""
-        self._start_row(row, prompt)
+        self._start_row(row, prompt, budget)
         decision = None if policy.fixed_depth is not None else self._decision(policy)
         self._flights[row] = _Flight(number, budget, policy, decision, len(prompt))
 
@@ -126,11 +128,12 @@ class Wavefront(TextRows):
         run, tokens = time.perf_counter(), (self.token_loops - before) // ahead
         reached = _Reads(rows, self._cached[rows, loops + ahead] - 1, loops + ahead)
         self._ask_about_new(reached.at(loops == 0), spacing)
-        reads, logits = self._read(reached, spacing)
-        said = self._settle(reads, self._tokens_said(reads, logits), logits) if len(reads.rows) else []
+        reads, logits, likeliest = self._read(reached, spacing)
+        tokens_after = self._next_tokens(reads, logits, likeliest) if len(reads.rows) else []
+        confirmed = self._settle(reads, tokens_after, logits)
         if tokens <= _MOST_MEASURED:
             self._measure(ahead, tokens, bool((loops == 0).any()), len(reads.rows), (start, run, time.perf_counter()))
-        return said
+        return confirmed
 
     def _in_flight(self, spacing: int) -> tuple[Integers, Integers]:
         """Rows, and the loops that some token of each has been through and goes on from.
@@ -154,11 +157,11 @@ class Wavefront(TextRows):
         for row, position in zip(begun.rows.tolist(), begun.positions.tolist(), strict=True):
             flight = self._flights[row]
             if flight.decision is not None and self._may_draft(row, position):
-                flight.answers[position] = {}
+                flight.followed.add(position)
                 flight.decision.admit(np.array([row]))
 
-    def _read(self, reached: _Reads, spacing: Spacing) -> tuple[_Reads, Tensor]:
-        """The tokens that say something now, and their logits [n, V].
+    def _read(self, reached: _Reads, spacing: Spacing) -> tuple[_Reads, Tensor, Integers]:
+        """The tokens that say something now, their logits [n, V] and the likeliest next token [n].
 
         At full depth all do; before it those that draft, and with an early spacing those that have drafted.
         """
@@ -177,21 +180,23 @@ class Wavefront(TextRows):
         ]
         others = final | np.array(drafting, dtype=bool) | (inside & ~last & spacing.early)
         others[exited] = True
-        asked = np.concatenate([NO_ROWS, *(places for _, places in readers)])
-        others[asked] = False
-        reads = reached.at(np.concatenate((asked, np.flatnonzero(others))))
+        deciding = np.concatenate([NO_ROWS, *(places for _, places in readers)])
+        others[deciding] = False
+        reads = reached.at(np.concatenate((deciding, np.flatnonzero(others))))
         if self._model.head_attends:  # a draft is read after what the head knows by now of the tokens before it
             early = reads.at(reads.loops < self._depth)
             self._head_cached[early.rows, early.loops] = early.positions
-        logits = self._logits(*reads)
-        says, first = np.ones(len(reads.rows), dtype=bool), 0
+        logits, rows, first = self._logits(*reads), [], 0
         for decision, places in readers:
             part = slice(first, first + len(places))
-            says[part] = decision.exits(reads.loops[part], logits[part], partial(self._pooled, *reads.at(part)))
-            decision.keep(~says[part])
+            pooled = partial(self._pooled, *reads.at(part))
+            rows.append(DecisionRows(decision, reads.loops[part], logits[part], pooled))
             first = part.stop
-        found = np.flatnonzero(says)
-        return reads.at(found), reordered(logits, found)
+        exits, likeliest = exits_and_answers(rows, logits)
+        for (decision, _), gone in zip(readers, exits, strict=True):
+            decision.keep(~gone)
+        found = np.flatnonzero(np.concatenate((*exits, np.ones(len(reads.rows) - first, dtype=bool))))
+        return reads.at(found), reordered(logits, found), likeliest[found]
 
     def _ask(self, reached: _Reads, last: NDArray[np.bool_]) -> tuple[list[tuple[ExitDecision, Integers]], Integers]:
         """The decisions that look at logits, with the places of their rows' last tokens; and the places of those that
@@ -205,17 +210,17 @@ class Wavefront(TextRows):
             if decision.reads_logits:
                 readers.append((decision, places))
             elif len(places):
-                asked = reached.at(places)
-                exits = decision.exits(asked.loops, None, partial(self._pooled, *asked))
+                newest = reached.at(places)
+                exits = decision.exits(newest.loops, None, partial(self._pooled, *newest))
                 decision.keep(~exits)
                 exited.append(places[exits])
         return readers, np.concatenate(exited)
 
-    def _tokens_said(self, reads: _Reads, logits: Tensor) -> list[int]:
+    def _next_tokens(self, reads: _Reads, logits: Tensor, likeliest: Integers) -> list[int]:
         """The next token by each of these logits [n, V]."""
         require_vocabulary(self._model, logits)
         if self._sampling.temperature == 0:
-            return greedy_tokens(logits.float())
+            return check_answers(likeliest).tolist()
         times = []
         for row, position in zip(reads.rows.tolist(), reads.positions.tolist(), strict=True):
             flight = self._flights[row]
@@ -237,7 +242,7 @@ class Wavefront(TextRows):
                 continue
             flight, token, length = self._flights[row], tokens[place], int(self._lengths[row])
             flight.answers.setdefault(position, {})[loop] = token
-            stands = position + 1 < length and self._tokens[row, position + 1] == token
+            stands = position + 1 < length and bool(self._tokens[row, position + 1] == token)
             if not stands and position + 1 < length:
                 flight.fallen += length - position - 1
                 flight.cut(position + 1)
@@ -259,11 +264,12 @@ class Wavefront(TextRows):
             loops = flight.drafted_at.pop(0)
         else:
             self._add_tokens(np.array([row]), [token])
-        answers, drafting = flight.answers.pop(position), self._spacing.current != self._spacing.full_depth
+        answers = flight.answers.pop(position)
         flight.times.pop(position, None)
         if flight.decision is None:
             self._spacing.count(answers, token, flight.policy.fixed_depth or 1)
-        elif drafting:
+        elif position in flight.followed:
+            flight.followed.remove(position)
             self._spacing.count_begun(loops)
         self._spacing.count_token()
         flight.confirmed += 1

@@ -8,18 +8,22 @@ Shapes: L loops that the cache has room for, R its rows, C tokens it has room fo
 its rows, H heads, K head width, D width.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 Integers = NDArray[np.int64]
 CAPACITY_STEP = 64
 """Rows are made longer by multiples of this."""
+MAX_RESERVED = 4096
+"""Tokens after a prompt for which room is made at once."""
 
 
 class KeysValues(NamedTuple):
@@ -50,11 +54,15 @@ class KVCache:
     capacity: int
     latest_only: bool = False
     most_loops: int = 1  # that it will be asked for, as far as one knows
+    _filled: int = field(default=0, init=False)  # tokens that some row may have, of those there is room for
     _numbers: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
     _views: dict[tuple[str, bool, int | None], _LoopViews] = field(default_factory=dict, init=False)  # parts of those
     _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
     _states: dict[str, Tensor] = field(default_factory=dict, init=False)  # [loops, R, C, D], from loop 0 on
+
+    def __post_init__(self) -> None:
+        self._filled = self.capacity
 
     def number(self, loop: int) -> int:
         return 0 if self.latest_only or not loop else self._numbers.setdefault(loop, len(self._numbers))
@@ -113,14 +121,23 @@ class KVCache:
                 for at in deeper:
                     self.write(layer, at, indices, keys, values)
 
-    def grow(self, capacity: int, rows: int = 0) -> None:
-        """Makes room for longer rows, or for more of them."""
-        if capacity <= self.capacity and rows <= self.rows:
-            return
-        self.rows = max(rows, self.rows)
+    def grow(self, tokens: int, rows: int = 0, reserve: int = 0) -> None:
+        """Makes room for longer rows, or for more of them.
+
+        With `reserve`, room for so many tokens is made at once: what is there is then not copied again, and on a CPU
+        memory is taken as it fills, page by page.
+        """
+        room = max(tokens, min(reserve, tokens + MAX_RESERVED))
+        if tokens > self.capacity:
+            room = max(room, self.capacity * 5 // 4)
+        if room > self.capacity or rows > self.rows:
+            self.capacity = max(self.capacity, -(-room // CAPACITY_STEP) * CAPACITY_STEP)
+            self.rows = max(rows, self.rows)
+            self._make_room()
+        self._filled = max(self._filled, tokens)
+
+    def _make_room(self) -> None:
         self._views.clear()
-        if capacity > self.capacity:
-            self.capacity = -(-max(capacity, self.capacity * 5 // 4) // CAPACITY_STEP) * CAPACITY_STEP
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
             self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
         for name, states in self._states.items():
@@ -157,7 +174,7 @@ class KVCache:
         if key not in self._keys_values:
             self._firsts[key] = at.first
             shapes = ((end - at.first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
-            self._keys_values[key] = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
+            self._keys_values[key] = KeysValues(*(_untouched_zeros(shape, keys) for shape in shapes))
             return
         found = self._keys_values[key]
         before = max(0, self._firsts[key] - at.first)
@@ -170,9 +187,18 @@ class KVCache:
 
     def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
         """The same in a larger tensor, with room for so many loops before what there is."""
-        grown = stored.new_zeros((loops, self.rows, self.capacity, *stored.shape[3:]))
-        grown[before : before + len(stored), : stored.shape[1], : stored.shape[2]] = stored
+        grown = _untouched_zeros((loops, self.rows, self.capacity, *stored.shape[3:]), stored)
+        filled = stored[:, :, : self._filled]
+        grown[before : before + len(stored), : filled.shape[1], : filled.shape[2]] = filled
         return grown
+
+
+def _untouched_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros on the device and in the precision of another tensor; on a CPU memory that nobody has written to yet."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    untouched = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(untouched).view(like.dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)

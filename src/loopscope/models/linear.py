@@ -28,14 +28,16 @@ MIN_WIDE = 1024
 """Inputs from which on sixteen columns take less time than six to eight, of a matrix that is not much taller; from
 twice as many on, one thread is faster at a product with a vector."""
 MIN_PACKED = 1 << 18
-"""Numbers of a matrix from which on packing is tried; a smaller one is read from the processor's cache."""
+"""Numbers of a matrix from which on packing is tried."""
 MAX_PACKED_SHARE = 0.95
 """A matrix is packed if its products then take at most this share of their time."""
 _PACKED_FOR = 8
-_FEWEST = 4
-"""Tokens that one and two are filled up to: the library's own way with those takes up to 1.4 times as long."""
+_FEWEST, MIN_FILLED_UP = 4, 1 << 20
+"""Tokens that one and two are filled up to: the library's own way with those takes up to 1.4 times as long, of matrices
+of at least so many numbers, which are read from memory."""
 _MEASURED_TOKENS = (1, 4, 8)
 _TURNS = 4
+_multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
 _faster: dict[tuple[Any, ...], bool] = {}
 """What was measured in this process, by shape, precision and number of threads."""
 
@@ -66,8 +68,9 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
-        if self.is_packed:
-            return self._packed_product(input)
+        weight = self.weight
+        if weight.is_mkldnn:
+            return self._packed_product(input, weight)
         if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled() or not self._few(input):
             return super().forward(input)
         columns = self._filled_up(input).t()
@@ -84,15 +87,15 @@ class Linear(nn.Linear):
         super().train(mode)
         return self
 
-    def _packed_product(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+    def _packed_product(self, input: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             raise _untrainable()
-        if not input.numel():
+        tokens = input.shape[0]
+        if tokens >= _FEWEST or input.dim() != 2 or weight.numel() < MIN_FILLED_UP:
+            if input.numel():
+                return _multiply(input, weight, self.bias, "none", [], "")
             return input.new_empty((*input.shape[:-1], self.out_features))
-        missing = _FEWEST - len(input) if input.dim() == 2 else 0
-        given = F.pad(input, (0, 0, 0, missing)) if missing > 0 else input
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(given, self.weight, self.bias, "none", [], "")
-        return product[: len(input)] if missing > 0 else product
+        return _multiply(F.pad(input, (0, 0, 0, _FEWEST - tokens)), weight, self.bias, "none", [], "")[:tokens]
 
     def _filled_up(self, input: Tensor) -> Tensor:
         """[.., K] with rows of anything after these, as many as make the product faster."""
