@@ -1,12 +1,15 @@
 """How is a benchmark started? By a parser and with sentences like those of `loopscope`."""
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from loopscope.cli import answer
 from loopscope.cli.options import Execute, Parser, described
 from loopscope.cli.output import machine_line, print_json, print_table
+from loopscope.progress import track
+
+T = TypeVar("T")
 
 
 def run_benchmark(
@@ -29,3 +32,25 @@ def print_measured(result: Any, title: str, columns: list[str], rows: list[list[
         print_json(result)
     else:
         print_table(f"{title} {machine_line(result.machine)}", columns, rows)
+
+
+def simulate(
+    work: str,
+    measure: Callable[..., T],
+    kinds: Sequence[Sequence[Any]],
+    title: str,
+    columns: Mapping[str, Callable[[T], str]],
+    as_json: bool,
+) -> None:
+    """Measures every kind of simulation, and prints a row of each; the first three columns say which."""
+    found = []
+    with track(work) as advance:
+        for done, kind in enumerate(kinds):
+            advance(done, len(kinds), ", ".join(map(str, kind)))
+            found.append(measure(*kind))
+        advance(len(kinds), len(kinds), "")
+    if as_json:
+        print_json(found)
+    else:
+        rows = [[cell(each) for cell in columns.values()] for each in found]
+        print_table(title, list(columns), rows, keys=3)

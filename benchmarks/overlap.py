@@ -11,15 +11,15 @@ by the sketch that a policy carries.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import msgspec
 import numpy as np
 
-from benchmarks.command import run_benchmark
+from benchmarks.command import run_benchmark, simulate
 from loopscope.cli.options import Parser, add_shared, option
-from loopscope.cli.output import percent, print_json, print_table
-from loopscope.progress import ProgressCallback, track
-from loopscope.row_overlap import Keys, RowKeys
+from loopscope.cli.output import percent
+from loopscope.row_overlap import KEY_BITS, Keys, RowKeys
 
 Draw = Callable[[np.random.Generator, int], Keys]
 SHARES = (0.0, 0.1, 0.3, 1.0)
@@ -28,7 +28,7 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _hashed(numbers: Keys) -> Keys:
-    return (numbers.astype(np.uint64) * _SPREAD) >> np.uint64(12)
+    return (numbers.astype(np.uint64) * _SPREAD) >> np.uint64(64 - KEY_BITS)
 
 
 def alike(inputs: int) -> Draw:
@@ -54,7 +54,7 @@ class Found(msgspec.Struct, frozen=True):
     by_sketch: float
 
 
-def found(population: str, share: float, examples: int, pairs: int, seed: int = 0) -> Found:
+def found(examples: int, population: str, share: float, pairs: int, seed: int = 0) -> Found:
     """Of pairs that share so much."""
     rng, draw = np.random.default_rng(seed), POPULATIONS[population]
     whole, sketched = 0, 0
@@ -68,33 +68,24 @@ def found(population: str, share: float, examples: int, pairs: int, seed: int = 
     return Found(population, share, examples, pairs, whole / pairs, sketched / pairs)
 
 
-def bench_overlap(examples: Sequence[int], pairs: int, progress: ProgressCallback) -> list[Found]:
-    kinds = [(name, share, size) for size in examples for name in POPULATIONS for share in SHARES]
-    results = []
-    for done, (name, share, size) in enumerate(kinds, start=1):
-        results.append(found(name, share, size, pairs))
-        progress(done, len(kinds), name)
-    return results
-
-
 def define(parser: Parser) -> None:
     option(parser, "--pairs N", "pairs of recordings of each kind", default=400)
     option(parser, "--examples N", "examples of a recording", type=int, nargs="+", default=[500, 2000])
     add_shared(parser, "--json")
 
 
+COLUMNS: dict[str, Callable[[Found], str]] = {
+    "examples": lambda each: f"{each.examples:,}",
+    "population": lambda each: each.population,
+    "taken from the first": lambda each: percent(each.share),
+    "found": lambda each: percent(each.in_whole),
+    "found by the sketch": lambda each: percent(each.by_sketch),
+}
+
+
 def execute(options: argparse.Namespace) -> None:
-    with track("comparing") as advance:
-        results = bench_overlap(options.examples, options.pairs, advance)
-    if options.json:
-        print_json(results)
-        return
-    columns = ["examples", "population", "taken from the first", "found", "found by the sketch"]
-    rows = [
-        [f"{each.examples:,}", each.population, percent(each.share), percent(each.in_whole), percent(each.by_sketch)]
-        for each in results
-    ]
-    print_table(f"{options.pairs:,} pairs of each kind", columns, rows, keys=3)
+    kinds = [(*kind, options.pairs) for kind in product(options.examples, POPULATIONS, SHARES)]
+    simulate("comparing", found, kinds, f"{options.pairs:,} pairs of each kind", COLUMNS, options.json)
 
 
 def main(words: Sequence[str] | None = None) -> int:

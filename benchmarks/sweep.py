@@ -56,7 +56,7 @@ def bench_sweep(
 
         def compute(name: str = name) -> None:
             for trajectory in pair:
-                trajectory.computed.pop(name, None)
+                trajectory.computed.clear()
                 signal(name, trajectory)
 
         def replays(name: str = name) -> None:

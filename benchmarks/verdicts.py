@@ -12,18 +12,17 @@ that both models show, a poor one less. A verdict on the trajectory must not dep
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import msgspec
 import numpy as np
 
-from benchmarks.command import run_benchmark
+from benchmarks.command import run_benchmark, simulate
 from loopscope.analysis.diagnosis import diagnose_subject
 from loopscope.analysis.gaps import Subject
 from loopscope.cli.options import Parser, add_shared, option
-from loopscope.cli.output import percent, print_json, print_table
-from loopscope.progress import ProgressCallback, track
+from loopscope.cli.output import percent
 from loopscope.trajectory import Trajectory
 
 LOOPS = 4
@@ -76,7 +75,7 @@ def draw_model(rng: np.random.Generator, examples: int, slower: bool, gate: str,
     return recordings
 
 
-def verdicts(trajectory: str, gates: str, examples: int, diagnoses: int, seed: int = 0) -> Verdicts:
+def verdicts(examples: int, trajectory: str, gates: str, diagnoses: int, seed: int = 0) -> Verdicts:
     """Diagnose so many pairs of models."""
     counts: Counter[str] = Counter()
     total = 0.0
@@ -96,41 +95,28 @@ def verdicts(trajectory: str, gates: str, examples: int, diagnoses: int, seed: i
     return Verdicts(trajectory, gates, examples, diagnoses, *shares, total / diagnoses)
 
 
-def bench_verdicts(examples: Sequence[int], diagnoses: int, progress: ProgressCallback) -> list[Verdicts]:
-    found = []
-    kinds = list(product(examples, TRAJECTORIES, GATES))
-    for done, (size, trajectory, gates) in enumerate(kinds):
-        progress(done, len(kinds), f"{trajectory}, gates: {gates}")
-        found.append(verdicts(trajectory, gates, size, diagnoses))
-    progress(len(kinds), len(kinds), "")
-    return found
-
-
 def define(parser: Parser) -> None:
     option(parser, "--diagnoses N", "pairs of models of each kind", default=200)
     option(parser, "--examples N", "validation and test examples of a model", type=int, nargs="+", default=[500, 2000])
     add_shared(parser, "--json")
 
 
+COLUMNS: dict[str, Callable[[Verdicts], str]] = {
+    "examples": lambda each: f"{each.examples:,}",
+    "trajectory": lambda each: each.trajectory,
+    "gates": lambda each: each.gates,
+    "gap": lambda each: f"{each.average_gap:+.2f}",
+    "blamed": lambda each: percent(each.trajectory_blamed),
+    "called better": lambda each: percent(each.trajectory_better),
+    "no worse": lambda each: percent(each.trajectory_no_worse),
+    "readout blamed": lambda each: percent(each.readout_blamed),
+}
+
+
 def execute(options: argparse.Namespace) -> None:
-    with track("diagnosing") as advance:
-        found = bench_verdicts(options.examples, options.diagnoses, advance)
-    if options.json:
-        print_json(found)
-        return
-    columns = ["examples", "trajectory", "gates", "gap", "blamed", "called better", "no worse", "readout blamed"]
-    rows = [
-        [
-            f"{each.examples:,}",
-            each.trajectory,
-            each.gates,
-            f"{each.average_gap:+.2f}",
-            *(percent(share) for share in (each.trajectory_blamed, each.trajectory_better, each.trajectory_no_worse)),
-            percent(each.readout_blamed),
-        ]
-        for each in found
-    ]
-    print_table(f"{options.diagnoses:,} diagnoses of each kind, at {percent(TARGET, 0)}", columns, rows, keys=3)
+    kinds = [(*kind, options.diagnoses) for kind in product(options.examples, TRAJECTORIES, GATES)]
+    title = f"{options.diagnoses:,} diagnoses of each kind, at {percent(TARGET, 0)}"
+    simulate("diagnosing", verdicts, kinds, title, COLUMNS, options.json)
 
 
 def main(words: Sequence[str] | None = None) -> int:

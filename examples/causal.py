@@ -20,9 +20,11 @@ from loopscope.models.packing import Layout
 class CausalModel(LoopedModel):
     kv_cache = branches = True  # held against the plain pass by ls.check_model
 
-    def __init__(self, vocab_size: int = 60, width: int = 32, heads: int = 4, loops: int = 4) -> None:
+    def __init__(
+        self, vocab_size: int = 60, block_size: int = 256, loops: int = 4, width: int = 32, heads: int = 4
+    ) -> None:
         super().__init__()
-        self.num_loops, self.block_size, self.vocab_size = loops, 256, vocab_size
+        self.num_loops, self.block_size, self.vocab_size = loops, block_size, vocab_size
         self.heads, self.rotary = heads, Rotary(width // heads, theta=10_000.0)
         self.embedding, self.norm = nn.Embedding(vocab_size, width), nn.RMSNorm(width)
         self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)

@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,130 @@ class Claims:
             print(f"- {name}: {loops} loops, loses {lost} %, {[p['readout'] for p in kept]}, refused {refused}")
         print(f"- verdicts: {verdicts}")
 
+    def jointly(self, task: str) -> list[Model]:
+        """The runs whose gate shaped its trajectory."""
+        names = [name for name in self.task(task) if "-b0" in name and "decoupled" not in name]
+        return [model for name in names for model in self.groups[name]]
+
+    def utility_and_ponder(self, task: str) -> None:
+        title(f"{task}: marginal-utility gates minus ponder gates, fitted to the same trajectory (5.4)")
+        fits = [
+            (model, f"gate:{kind}-utility", f"gate:{kind}-ponder")
+            for models in self.task(task).values()
+            for model in models
+            for kind in ("linear", "mlp")
+            if frontier(model, f"gate:{kind}-utility")
+        ]
+        if not fits:
+            return
+        earlier, never_later, later_at, selected = 0, 0, set[float](), list[int]()
+        for model, *both in fits:
+            utility, ponder = (frontier(model, readout) or {} for readout in both)
+            pairs = zip(utility["average_loops"], ponder["average_loops"], strict=True)
+            more = [ours - theirs for ours, theirs in pairs]
+            earlier += statistics.mean(more) < 0
+            never_later += max(more) <= 0
+            later_at |= {at for at, each in zip(utility["thresholds"], more, strict=True) if each > 0}
+            loops = [found["selected"]["average_loops"] for found in (utility, ponder)]
+            selected.append((loops[0] > loops[1]) - (loops[0] < loops[1]))
+        at = ", ".join(f"{threshold:g}" for threshold in sorted(later_at)) or "none"
+        print(
+            f"- at equal thresholds (the mean over the grid of 100) utility exits earlier in {earlier} of {len(fits)}"
+        )
+        print(
+            f"- at every single threshold no later in {never_later} of {len(fits)}; thresholds with a later one: {at}"
+        )
+        for place, name in enumerate(("utility", "ponder")):
+            ends = sum(depth(fit[0], fit[1 + place]) == loops_at_the_end(fit[0], fit[1 + place]) for fit in fits)
+            print(f"- D@95 on the paper's grid is at its lowest threshold: {name} {ends}")
+        print(f"- at the selected points later {selected.count(1)}, as late {selected.count(0)}, of {len(fits)}")
+        for grid in ("paper", "fine"):
+            for target in TARGETS:
+                known = [[depth(model, readout, target, grid) for readout in both] for model, *both in fits]
+                depths_of = [[math.inf if each is None else each for each in pair] for pair in known]
+                wins = [sum(sign * (a - b) < 0 for a, b in depths_of if a != b) for sign in (1, -1)]
+                print(f"- {grid} grid, D@{100 * float(target):g}: utility less {wins[0]}, ponder less {wins[1]}")
+
+    def spans(self, task: str) -> None:
+        title(f"{task}: average loops that the jointly trained gates span, and their mass by loop (D.1)")
+        for model in sorted(self.jointly(task), key=lambda model: model["name"]):
+            at = [found["average_loops"] for grid in ("paper", "fine") if (found := frontier(model, "gate", grid))]
+            (low, high), fine = (min(at[0]), max(at[0])), f"{min(at[1]):.2f} to {max(at[1]):.2f}"
+            table = model["exit_distribution"]
+            mass = [
+                sum(map(math.prod, zip(loop, table["counts"], strict=True)))
+                for loop in zip(*table["values"], strict=True)
+            ]
+            shares = ", ".join(f"{100 * each / sum(table['counts']):.0f}" for each in mass)
+            print(f"- {model['name']}: paper's grid {low:.2f} to {high:.2f} loops, fine grid {fine}; mass {shares} %")
+
+    def ceilings(self, task: str) -> None:
+        title(f"{task}: how many runs reach a target at all, at the best loop and with gate or margin (5.2)")
+        fixed = [model for name, models in self.task(task).items() if name.endswith("-fixed") for model in models]
+        for label, models, readout in (("fixed priors", fixed, "margin"), ("joint gates", self.jointly(task), "gate")):
+            for target in TARGETS:
+                best = sum(max(model["forced_accuracy"]) >= float(target) for model in models)
+                reached = sum(depth(model, readout, target) is not None for model in models)
+                print(f"- {label}, {target}: best loop {best}, {readout} {reached}, of {len(models)}")
+
+    def every_prior(self, task: str) -> None:
+        title(f"{task}: the fixed prior's margin and the jointly trained gates, every prior, fine grid (D)")
+        for model in self.jointly(task):
+            group, seed = model["name"].rsplit("-s", 1)
+            prior = group.removeprefix(f"{task}-").partition("-")[0]
+            other = next(each for each in self.groups[f"{task}-{prior}-fixed"] if each["name"].endswith(f"-s{seed}"))
+            pairs = [(bounded(other, "margin", target), bounded(model, "gate", target)) for target in TARGETS]
+            print(f"- {model['name']}: {' | '.join(map(' against '.join, pairs))}")
+
+    def steps(self, task: str) -> None:
+        title(f"{task}: steps from loop to loop of the bin means that go the other way (C.2, C.3)")
+        for prior in PRIORS:
+            for signal, way in (("margin", 1), ("entropy", -1)):
+                for model in self.groups[f"{task}-{prior}-fixed"]:
+                    steps = [
+                        (loop + 2, way * (after - before))
+                        for row in model["signals"][signal]["values"]
+                        for loop, (before, after) in enumerate(pairwise(row))
+                    ]
+                    wrong = [(loop, -step) for loop, step in steps if step < 0]
+                    share = f"{len(wrong)} of {len(steps)} ({100 * len(wrong) / len(steps):.0f} %)"
+                    largest = max((step for _, step in wrong), default=0.0)
+                    first, word = min((loop for loop, _ in wrong), default=0), "falls" if way > 0 else "rises"
+                    where = f"into loop {first} or later, by at most {largest:.2g}"
+                    print(f"- {model['name']}, {signal} {word} in {share}, {where}")
+
+    def reproduced(self, task: str) -> None:
+        title(f"{task}: what looks odd in the paper's tables, in ours on its grids")
+        for prior in PRIORS:
+            models = self.groups[f"{task}-{prior}-fixed"]
+            print(f"- {prior}: {'; '.join(f'{readout} {depths(models, readout)}' for readout in CONFIDENCE)}")
+        joint = self.jointly(task)
+        pairs = [(model["name"], *(depth(model, "gate", target) for target in TARGETS[:2])) for model in joint]
+        same = [f"{name} {low:.2f}" for name, low, high in pairs if low is not None and low == high]
+        print(f"- D@95 = D@98 of the own gate in {len(same)} of {len(joint)}: {', '.join(same)}")
+        for name, models in self.task(task).items():
+            for target in TARGETS:
+                known = [each for model in models if (each := depth(model, "fixed", target)) is not None]
+                if 1 < len(known) < len(models) and statistics.mean(known) % 1:
+                    print(f"- {name}, a fixed depth that reaches {target}: {over_seeds([*known, None])}")
+
+
+def loops_at_the_end(model: Model, readout: str) -> float:
+    """Of a gate on the paper's grid: below its lowest threshold nothing was tried."""
+    found = frontier(model, readout) or {}
+    return min(zip(found["thresholds"], found["average_loops"], strict=True))[1]
+
+
+def bounded(model: Model, readout: str, target: str) -> str:
+    """D@X on the fine grid with its interval; how many of the resamples reach it where they are few."""
+    found = frontier(model, readout, "fine")
+    interval = found["depth_interval"][target] if found else None
+    text = over_seeds([depth(model, readout, target, "fine")])
+    if interval is None:
+        return text
+    sure = interval["reached"] >= 0.95
+    return text + (f" [{interval['low']:.2f}, {interval['high']:.2f}]" if sure else f" ({interval['reached']:.0%})")
+
 
 def main() -> None:
     file = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/results.json.xz")
@@ -299,12 +424,18 @@ def main() -> None:
         claims.like_with_like(task)
         claims.forced(task)
         claims.fitted(task)
+        claims.utility_and_ponder(task)
+        claims.spans(task)
+        claims.ceilings(task)
     if "parity" in tasks:
         for task in tasks:
             claims.confidence(task)
             claims.ordering(task)
             claims.by_difficulty(task)
             claims.remedy(task)
+            claims.every_prior(task)
+            claims.steps(task)
+            claims.reproduced(task)
         claims.extrapolation()
         claims.early_states()
     claims.stoppers()

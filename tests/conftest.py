@@ -82,11 +82,12 @@ def tiny_settings(*overrides: str) -> RunSettings:
 
 
 def tiny_study(product: str, *settings: str) -> str:
-    """The text of a study of two runs and a reference, with gates, a guarantee and one product."""
+    """The text of a study of two runs and a reference, with gates, a guarantee, transferred rules and one product."""
     return f"""
 title = "Tiny"
 targets = [0.2, 0.9]
 products = ["{product}"]
+transfer = ["mano-geometric0.3-fixed-s0", "mano-geometric0.3-linear-b0.1-s0"]
 
 [[parts]]
 settings = "demo"

@@ -1,4 +1,4 @@
-"""What would a GPU refuse, and where would the host wait for it? A pretended `cuda:0` on a machine that has none.
+"""What would a GPU refuse, and where would the host wait for it? Pretended ones, `cuda:0` and on, where there is none.
 
 A tensor there is a wrapper around one on the CPU, which does the arithmetic. As on a real one, tensors of two devices
 do not mix, and NumPy cannot read it. Every place where the host would wait for the device is counted, by the line of
@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import loopscope
 from loopscope.models import checkpoint
 
-CUDA = torch.device("cuda", 0)
 _ROOT = str(Path(loopscope.__file__).parent)
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _MIXING = (*_COPIES, "aten::index.Tensor", "aten::index_put")
@@ -45,26 +45,27 @@ _WAITING = (
 
 
 class PretendedTensor(Tensor):
-    """On `cuda:0`, as far as anybody can tell."""
+    """On a GPU, as far as anybody can tell."""
 
     inner: Tensor
+    where: torch.device
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "PretendedTensor":
+    def __new__(cls, inner: Tensor, where: torch.device) -> "PretendedTensor":
         with torch.inference_mode(False):  # one kind for all: a view that is born in inference mode has no base there
             made: PretendedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="meta"
             )
-        made.inner = inner
+        made.inner, made.where = inner, where
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    device = property(lambda self: self.where)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{self.inner!r} on {CUDA}"
+        return f"{self.inner!r} on {self.where}"
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -89,6 +90,8 @@ class PretendedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.current = 0  # the number of the device that a bare `cuda` means
+        self.latest = torch.device("cuda", 0)  # on which something was done
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -110,14 +113,17 @@ class PretendedDevice(TorchDispatchMode):
         name, leaves = func.name(), list(_tensors((*args, *kwargs.values())))
         if name.startswith("aten::_fused_sdp_choice"):
             return 0  # attention in plain operations, which are differentiated one by one
-        there = any(isinstance(leaf, PretendedTensor) for leaf in leaves)
+        devices = {leaf.where for leaf in leaves if isinstance(leaf, PretendedTensor)}
+        there = bool(devices)
         on_cpu = [leaf for leaf in leaves if not isinstance(leaf, PretendedTensor)]
         goes = there if kwargs.get("device") is None else _is_there(kwargs["device"])
         target_is_there = isinstance(args[0], PretendedTensor) if name.startswith("aten::copy_") else goes
+        if len(devices) > 1 and not name.startswith(_COPIES):
+            raise RuntimeError(f"{name} has tensors of several devices, at {_line()}")
         if there and any(leaf.dim() for leaf in on_cpu) and not name.startswith(_MIXING):
-            raise RuntimeError(f"{name} has tensors of {CUDA} and of the CPU, at {_line()}")
+            raise RuntimeError(f"{name} has tensors of {min(devices, key=str)} and of the CPU, at {_line()}")
         if there and name.startswith("aten::index.Tensor") and not isinstance(args[0], PretendedTensor):
-            raise RuntimeError(f"a tensor of the CPU is indexed by one of {CUDA}, at {_line()}")
+            raise RuntimeError(f"a tensor of the CPU is indexed by one of {min(devices, key=str)}, at {_line()}")
         if name.startswith(_COPIES):
             self._count_copy(args, kwargs, there, bool(on_cpu), target_is_there)
         elif there:
@@ -128,7 +134,16 @@ class PretendedDevice(TorchDispatchMode):
         result = func(*plain, **options)
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
             return args[0] if func._schema.returns else None  # in place
-        return _mapped(_wrapped, result) if goes else result
+        return _mapped(partial(_wrapped, where=self._target(kwargs.get("device"), devices)), result) if goes else result
+
+    def _target(self, device: Any, devices: set[torch.device]) -> torch.device:
+        """Where a result goes: to the device that is named, or to that of the tensors that it is made of."""
+        named = None if device is None else torch.device(device)
+        if named is None or named.type == "meta":
+            self.latest = next(iter(devices), self.latest)
+        else:
+            self.latest = torch.device("cuda", self.current if named.index is None else named.index)
+        return self.latest
 
     def _count_copy(
         self, args: Any, kwargs: Mapping[str, Any], there: bool, on_cpu: bool, target_is_there: bool
@@ -157,8 +172,8 @@ class PretendedDevice(TorchDispatchMode):
 
 
 @contextmanager
-def pretended_device() -> Iterator[PretendedDevice]:
-    """From here on there is a `cuda:0` in this process, and afterwards there is none."""
+def pretended_device(count: int = 1) -> Iterator[PretendedDevice]:
+    """From here on there are so many GPUs in this process, and afterwards there is none."""
     make_tensor = torch.tensor
 
     def tensor(*values: Any, device: Any = None, **options: Any) -> Tensor:
@@ -189,20 +204,25 @@ def pretended_device() -> Iterator[PretendedDevice]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._tensors, name)
 
-    PretendedDevice.here = PretendedDevice()
+    def set_device(device: Any) -> None:
+        here.current = torch.device(device).index or 0
+
+    PretendedDevice.here = here = PretendedDevice()
     answers = {
         "_lazy_init": None,
         "is_available": True,
         "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
+        "device_count": count,
         "synchronize": None,
         "manual_seed_all": None,
+        "empty_cache": None,
         "mem_get_info": (1 << 34, 1 << 34),
     }
     with pytest.MonkeyPatch.context() as patch, PretendedDevice.here as device:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+        patch.setattr(torch.cuda, "current_device", lambda: here.current)
+        patch.setattr(torch.cuda, "set_device", set_device)
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(Tensor, "pin_memory", pinned)
         patch.setattr(checkpoint, "safe_open", Opened)
@@ -244,5 +264,5 @@ def _unwrapped(value: Any) -> Any:
     return value.inner if isinstance(value, PretendedTensor) else value
 
 
-def _wrapped(value: Any) -> Any:
-    return PretendedTensor(value) if isinstance(value, Tensor) else value
+def _wrapped(value: Any, where: torch.device) -> Any:
+    return PretendedTensor(value, where) if isinstance(value, Tensor) else value

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import GATED, GOLDEN, tiny_language_run, tiny_settings
+from conftest import GATED, GOLDEN, TINY, tiny_language_run, tiny_settings
 from pretended_device import PretendedDevice, PretendedTensor, pretended_device
 
 import loopscope as ls
+from loopscope.bench.exit_timing import bench_exits, random_model
 from loopscope.bench.measure import interleaved
 from loopscope.cli import main
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
@@ -279,6 +280,16 @@ def test_a_bench_measures_the_device_that_is_benched(device: PretendedDevice, mo
     assert len(waited) == 6  # before and after each of two timings, and before each rate
     _, machine = interleaved({"a": lambda: None}, 1, 8, silent)
     assert (machine.device, machine.dtype) == ("cpu", "float32")
+
+
+def test_exits_are_timed_there(device: PretendedDevice) -> None:
+    overrides = [*TINY, *GATED]
+    benched = random_model("demo", overrides, 40, 2.0, ["margin", "gate"], "cuda:0")
+    result = bench_exits(benched, rounds=1, batch_size=16, waiting=True, progress=silent)
+    assert result.machine.device == "cuda:0"
+    for timing in result.policies:
+        assert timing.agreement.differing == 0
+        assert timing.waiting_realised is not None
 
 
 def test_artifacts_do_not_know_the_word_auto(

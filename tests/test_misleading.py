@@ -102,9 +102,9 @@ FIELDS: dict[str, tuple[str, dict[str, object]]] = {
 ARRAYS: Cases = {
     **{what: (words, lambda _, each=each: made(**each)) for what, (words, each) in FIELDS.items()},  # type: ignore[misc]
     "predictions that the logits contradict": (r"contradict.*predictions\[3, 2\]", lambda _: contradicted()),
-    "rows by a mask of 0 and 1": ("for a mask give booleans", lambda _: made().take(np.arange(200) % 2)),
-    "rows by another's mask": ("a mask of 200 entries", lambda _: made().take(np.ones(201, bool))),
-    "rows from the end": ("between 0 and 199", lambda _: made().take(np.array([-1]))),
+    "rows by a mask of 0 and 1": ("a mask of 200 booleans, as in rows == 1", lambda _: made().take(np.arange(200) % 2)),
+    "rows by another's mask": ("a mask of 200 booleans", lambda _: made().take(np.ones(201, bool))),
+    "rows from the end": ("indices from 0 to 199", lambda _: made().take(np.array([-1]))),
     "no rows": ("at least one example", lambda _: made().take(np.zeros(200, bool))),
     "unseen examples that nobody counted": ("which examples training had", lambda _: made().unseen()),
     "no unseen example": ("none is unseen", lambda _: made(seen=np.ones(200, bool)).unseen()),
@@ -405,6 +405,7 @@ FITTED: Cases = {
     "a stopper of another depth": ("fitted to 4 loops", lambda _: stopper().values(made(loops=5))),
     "a stopper called a gate": ("takes no stopper", lambda _: ls.ExitPolicy("gate:a", 0.5, stopper())),
     "a gate called a margin": ("takes no gate", lambda _: ls.ExitPolicy("margin", 0.5, GATE)),
+    "a flag for a threshold": ("needs a threshold; got True", lambda _: ls.ExitPolicy("margin", True)),
     "a gate that is not there": ("does not have the signal", lambda _: ls.ExitPolicy("gate:a", 0.5).exit_loops(TEST)),
     "a gate that is not finite": ("finite", lambda _: ls.FittedGate(np.full(6, NAN), np.zeros(()))),
     "a stopper of fifty examples": ("100 examples or more", lambda _: ls.fit_stopper(made(seed=1, rows=50))),
@@ -447,6 +448,7 @@ CALIBRATION: Cases = {
     "one loop": ("one loop only", calibrated(made(seed=1, loops=1))),
     "decisions about nobody knows what": ("no 'words' here", lambda _: settling(provenance={"unit": "words"})),
     "a drop in percent": ("max_drop: expected a number < 1", calibrated(settling(), 1.0)),
+    "a seed below 0": ("seed: expected a whole number >= 0", calibrated(settling(), seed=-1)),
     "a confidence in percent": ("confidence: expected a number < 1", calibrated(settling(), confidence=95)),
     "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),
 }
@@ -844,7 +846,7 @@ REJECTED_COMMANDS = {
     "calibrate P/mine/validation --grid P/mine/test --out OUT": "test split",
     "calibrate P/mine/validation --grid P/mine/validation --out OUT": "the data that is tested",
     "calibrate P/texts/validation --cache propagate --out OUT": "says nothing of the cache 'propagate'",
-    "calibrate P/mine/validation --max-drop 2 --out OUT": "max_drop: expected a number < 1",
+    "calibrate P/mine/validation --max-drop 2 --out OUT": "not a number between 0 and 1, such as 0.01",
     "evaluate P/mine/validation P/other/test": "differ in their weights",
     "evaluate P/mine/test P/mine/validation": "test split",
     "evaluate P/mine/validation --policy P/policy.json": "rests on this data",

@@ -85,6 +85,46 @@ def test_a_part_of_many_sequences_is_found_by_the_sketch() -> None:
     assert other.num_shared(whole.row_sketch) == 0
 
 
+@pytest.mark.parametrize(("size", "other_size", "least"), [(40, 40, 10), (400, 40, 4), (4_000, 40, 2)])
+def test_a_few_shared_rows_are_found(size: int, other_size: int, least: int) -> None:
+    """Where nothing repeats within: a half of the pairs is shared by lot where sizes are alike, and ever fewer else."""
+    ours, theirs = np.split(np.random.default_rng(0).permutation(10**6)[: size + other_size].astype(np.uint64), [size])
+    found = []
+    for shared in (least - 1, least):
+        theirs[:shared] = ours[:shared]
+        found.append(RowKeys.of(ours).num_shared(RowKeys.of(theirs)))
+    assert found == [0, least]
+
+
+@pytest.mark.parametrize("copies", [(1, 3), (3, 1), (3, 3), (2, 5)])
+def test_copies_hide_no_part_that_is_shared(copies: tuple[int, int]) -> None:
+    """Though a row of one recording is missing, so that not all have as many."""
+    rng = np.random.default_rng(0)
+    ours, theirs = (rng.integers(0, 2**36, 500).astype(np.uint64) for _ in range(2))
+    theirs[:50] = ours[:50]
+    first, second = (np.repeat(keys, often)[1:] for keys, often in zip((ours, theirs), copies, strict=True))
+    assert RowKeys.of(first).num_shared(RowKeys.of(second)) == pytest.approx(50, abs=1)
+
+
+def test_a_small_part_of_a_large_recording_is_found_by_the_sketch() -> None:
+    rng = np.random.default_rng(0)
+    ours, theirs = (rng.integers(0, 2**36, size).astype(np.uint64) for size in (20_000, 1_000))
+    sketch = RowKeys.of(ours).sketch()
+    assert len(sketch.keys) < 30_000
+    assert RowKeys.of_sketch(sketch).num_shared(RowKeys.of(theirs)) == 0
+    theirs[:60] = ours[:60]
+    assert RowKeys.of_sketch(sketch).num_shared(RowKeys.of(theirs)) == pytest.approx(60, abs=40)
+
+
+def test_splits_without_repeats_from_few_inputs_are_rejected() -> None:
+    """Nothing in them says that they share their inputs by chance."""
+    texts = [f"input {number}" for number in range(3 * ROWS // 2)]
+    draws = [np.random.default_rng(seed).permutation(len(texts))[:ROWS] for seed in (0, 1)]
+    drawn = [_with(recorded(seed), examples=[texts[row] for row in rows]) for seed, rows in enumerate(draws)]
+    with pytest.raises(UserError, match=r"\(split one draw, or draw with repeats\)"):
+        check_calibration(drawn[0], _with(drawn[1], split="test", examples=drawn[1].examples))
+
+
 def test_texts_tell_whatever_the_answers_are() -> None:
     texts = [f"input {number}" for number in range(2 * ROWS)]
     validation = _with(recorded(), examples=texts[:ROWS])

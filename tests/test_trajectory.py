@@ -1,5 +1,6 @@
 """Trajectories: saved and loaded they are the same, and what cannot be one is refused with a sentence."""
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from mmap import mmap
@@ -12,6 +13,7 @@ from conftest import random_trajectory
 from safetensors.numpy import load_file
 
 import loopscope as ls
+from loopscope.threshold_grids import fine_grid
 from loopscope.trajectory import concatenate
 
 
@@ -193,3 +195,33 @@ def test_who_reads_while_it_is_replaced_gets_one_or_the_other(tmp_path: Path) ->
             assert (found.logits[:, :, 0] == value).all()
             assert found.examples[0] == str(value)
         assert len(writing.result()) == 20
+
+
+def test_attached_signals_leave_what_was_computed() -> None:
+    recording = random_trajectory(examples=[f"{row}" for row in range(200)])
+    margin, grid, keys = ls.signal("margin", recording), fine_grid("margin", recording), recording.row_keys
+    one, two = np.zeros((200, 4)), np.tile([0.0, 0.1, 0.2, 1.0], (200, 1))
+    attached = recording.with_signals({"gate:a": one}, {"fitted_on": {}})
+    assert ls.signal("margin", attached) is margin
+    assert attached.row_keys is keys
+    assert np.array_equal(fine_grid("margin", attached), grid)
+    assert (attached.provenance, recording.provenance) == ({"fitted_on": {}}, {})
+    assert fine_grid("gate:a", attached).max() == np.inf > fine_grid("gate:a", attached)[:-1].max()
+    again = attached.with_signals({"gate:a": two}, {})
+    assert np.array_equal(ls.signal("gate:a", again), two)
+    assert not np.array_equal(fine_grid("gate:a", again), fine_grid("gate:a", attached))
+    assert "gate:a" not in recording.signals
+
+
+def test_cross_entropies_take_little_memory() -> None:
+    """Not several copies of all logits, in double precision."""
+    recording = random_trajectory(rows=50_000, loops=2, classes=40, hidden=None)
+    assert recording.logits is not None
+    tracemalloc.start()
+    entropies = recording.cross_entropy
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < entropies.nbytes + 5 * 8 * (1 << 20)
+    assert most < recording.logits.size * 8
+    first = recording.take(np.arange(100)).cross_entropy
+    assert np.array_equal(entropies[:100], first)

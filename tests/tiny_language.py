@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from benchmark_slices import byte_pairs
@@ -212,3 +213,36 @@ def write_decoder(folder: Path, kind: str = "llama", tokenizer: Any = None, **ch
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     return model
+
+
+def write_gguf(file: Path, llama: Path, layers: int = 6) -> None:
+    """The weights of `llama` as they are, under the names of GGUF; in 16 bits, as files of that kind are smaller."""
+    import gguf
+    from safetensors.torch import load_file
+
+    tokenizer = byte_pairs()
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, value in {"block_count": layers, "context_length": 1024, "embedding_length": 32}.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(len(vocabulary))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    for name, tensor in load_file(llama / "model.safetensors").items():
+        kind = np.float16 if tensor.dim() > 1 else np.float32
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -3,6 +3,7 @@
 from loopscope.analysis.comparison import Comparison as Comparison, compare as compare
 from loopscope.analysis.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
 from loopscope.analysis.targets import Target as Target
+from loopscope.analysis.transfer import TransferResult as TransferResult, transfer as transfer
 from loopscope.certify.calibration import calibrate as calibrate, conformal_risk_control as conformal_risk_control
 from loopscope.certify.monitor import Monitor as Monitor
 from loopscope.checks.model_contract import check_model as check_model
@@ -16,6 +17,7 @@ from loopscope.learned.fitted_gate import FittedGate as FittedGate
 from loopscope.learned.stopper import Stopper as Stopper
 from loopscope.learned.stopper_fitting import fit_stopper as fit_stopper
 from loopscope.models.checkpoint import load_model as load_model
+from loopscope.models.custom_model import register_model as register_model
 from loopscope.models.looped_model import LoopedModel as LoopedModel, SimpleLoopedModel as SimpleLoopedModel
 from loopscope.models.looping import loop as loop
 from loopscope.policy import ExitPolicy as ExitPolicy
@@ -29,6 +31,8 @@ from loopscope.readouts.replay import signal as signal
 from loopscope.recording.question_recording import record_benchmark as record_benchmark
 from loopscope.recording.task_recording import record_model as record_model
 from loopscope.report.write import report as report
+from loopscope.tasks.examples import Draws as Draws
+from loopscope.tasks.task import Task as Task
 from loopscope.training.gate_fitting import fit_gate as fit_gate
 from loopscope.training.objectives import LoopLosses as LoopLosses
 from loopscope.training.task_run import train as train

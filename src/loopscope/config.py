@@ -32,7 +32,8 @@ RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]  # products of two are still numbers in float32
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-
+Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
+"""A keyword argument of the user's own code, as a settings file gives it."""
 
 _MAX_TOML_BYTES = 1 << 22
 _TYPE_WORDS = {
@@ -52,10 +53,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    text = read_text(path, "TOML file", _MAX_TOML_BYTES)
     try:
-        tables = tomllib.loads(read_text(path, "TOML file", _MAX_TOML_BYTES))
-    except UserError:
-        raise
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # int refuses thousands of digits with a ValueError of its own
         raise UserError(f"{path} is not valid TOML: {_briefly(error)}.") from None
     _check_bounds(tables, str(path))

@@ -7,12 +7,16 @@ terminal would obey, and `brief` keeps it short.
 """
 
 import difflib
+import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
+from threading import Lock
 
 _LIBRARIES = ("loopscope", "importlib", "numpy", "scipy", "torch")
 """A line of theirs in a traceback is not the user's."""
@@ -24,6 +28,9 @@ _MIN_LONG_NAME = 8
 """Letters; two names of fewer are alike by chance where they share three of five."""
 _MAX_MESSAGE = 450
 _MAX_NAME = 255
+_STANDARD_ERROR = 2
+_STREAM_LOCK = Lock()
+"""The stream is the process's, so one thread at a time takes it."""
 _EXTRAS = {
     "torch": "torch",
     "jinja2": "report",
@@ -90,13 +97,16 @@ def _shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
+def check_known(name: str, known: Iterable[str], what: str) -> None:
+    """Rejects a name that none of these has; `what` says what they are names of."""
+    if name not in (known := [*known]):
+        raise UserError(f"There is no {what} '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}.")
+
+
 def reject(problems: Iterable[str]) -> None:
     """Raises the first of these sentences on what is wrong, if there is one."""
     for problem in problems:
         raise UserError(problem)
-
-
-UNUSABLE_TOKENIZER = "The model's tokenizer cannot be used; fetch its files again"
 
 
 @contextmanager
@@ -109,6 +119,47 @@ def explained(sentence: str) -> Iterator[None]:
     except BaseException as error:
         why = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise UserError(f"{sentence} ({why}).") from None
+
+
+@contextmanager
+def tokenizing(may_panic: bool = True) -> Iterator[None]:
+    """What a tokenizer raises becomes a sentence; what its Rust prints before it panics is not shown."""
+    unusable = "The model's tokenizer cannot be used; fetch its files again"
+    with explained(unusable), _without_panics() if may_panic else nullcontext():
+        yield
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Standard error goes to a file meanwhile, and from there to where it went before, unless Rust panicked."""
+    with _STREAM_LOCK:
+        try:
+            stream = os.dup(_STANDARD_ERROR)
+        except OSError:  # the caller closed it
+            yield
+            return
+        file, panicked = _unnamed_file(), False
+        os.dup2(file, _STANDARD_ERROR)
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"
+            raise
+        finally:
+            os.dup2(stream, _STANDARD_ERROR)
+            os.close(stream)
+            if size := os.lseek(file, 0, os.SEEK_CUR):
+                os.lseek(file, 0, os.SEEK_SET)
+                os.write(_STANDARD_ERROR, b"" if panicked else os.read(file, size))
+                os.lseek(file, 0, os.SEEK_SET)
+
+
+@cache
+def _unnamed_file() -> int:
+    """Opened once: some tokens take no longer than that."""
+    file, path = tempfile.mkstemp()
+    Path(path).unlink()
+    return file
 
 
 def reason(error: BaseException) -> str:

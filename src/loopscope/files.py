@@ -82,6 +82,23 @@ def require_file(path: Path, what: str) -> None:
     raise UserError(f"{kind if is_there(path) else f'There is no file {path}{near(path)}'}; give a {what}.")
 
 
+def out_folder(text: str | Path) -> Path:
+    """A folder to write to: no file is in its way."""
+    for place in (Path(text), *Path(text).parents):
+        if is_file(place):
+            raise UserError(f"{place} is a file; give a folder.")
+    return Path(text)
+
+
+def new_path(text: str | Path) -> Path:
+    """What is written and not there yet; in an empty file nothing is."""
+    out = Path(text)
+    if out.exists() and not (out.is_file() and not out.stat().st_size):
+        remove_leftovers(out)
+        raise UserError(f"{out} is there already; choose another place (--out), or remove it.")
+    return out
+
+
 def is_plain_name(name: str) -> bool:
     """Whether a name from a file is that of a file in the same folder, and not a way out of it."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
@@ -137,8 +154,7 @@ def atomic_folder(path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Makes `folder` if need be and keeps every other process from writing into it."""
-    if is_there(folder) and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give a folder.")
+    out_folder(folder)
     new = not is_there(folder)
     try:
         with _held(folder / LOCK, folder):

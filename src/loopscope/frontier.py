@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, check_known
 from loopscope.policy import NEVER, ORACLE_THRESHOLD, ExitPolicy, chosen_scope
 from loopscope.readouts.readout import has_threshold, required_readout
 from loopscope.readouts.replay import signal
@@ -165,8 +165,7 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
 
 def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
     """The thresholds of a sweep: so many that their steps do not matter, up to never exiting early; or the paper's."""
-    if which not in get_args(Grid):
-        raise UserError(f"There is no grid '{which}'; choose one of {', '.join(get_args(Grid))}.")
+    check_known(which, get_args(Grid), "grid")
     if which == "paper":
         return paper_grid(readout, calibration)
     return np.clip(fine_grid(readout, calibration), -NEVER, NEVER)

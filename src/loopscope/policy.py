@@ -87,7 +87,6 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     tolerance: bool = False  # proven as a tolerance limit: all data were tested, and gave the threshold
     new_inputs: bool = False  # for inputs that the calibration data do not hold
     drawn: int | None = None  # examples of which those are counted that are distinct, or occur once
-    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 
 
@@ -124,6 +123,7 @@ class Certificate(Settings, frozen=True, kw_only=True):
 
     guarantee: Guarantee
     exits: CalibrationExits
+    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
 
 
 NEVER = float(np.finfo(np.float64).max)
@@ -194,7 +194,7 @@ class ExitPolicy:
 
     def _problems(self) -> Iterator[str]:
         takes, at = required_readout(self.readout).takes, self.threshold
-        if (takes == "nothing") != (at is None) or (at is not None and np.isnan(at)):
+        if (takes == "nothing") != (at is None) or isinstance(at, bool) or (at is not None and np.isnan(at)):
             yield f"The readout '{self.readout}' {'takes no' if takes == 'nothing' else 'needs a'} threshold; got {at}."
         if takes == "depth" and at is not None and (at < 1 or at % 1):
             yield f"A fixed depth is a whole number from 1 on, got {at}."
@@ -219,7 +219,7 @@ class ExitPolicy:
     def __str__(self) -> str:
         if self.threshold is None:
             return self.readout
-        return self.readout + (" at full depth" if abs(self.threshold) >= NEVER else f" at {self.threshold:.6g}")
+        return self.readout + (" at full depth" if abs(float(self.threshold)) >= NEVER else f" at {self.threshold:.6g}")
 
     def __repr__(self) -> str:
         return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"

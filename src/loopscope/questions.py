@@ -44,7 +44,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UNUSABLE_TOKENIZER, UserError, did_you_mean, explained
+from loopscope.errors import UserError, check_known, tokenizing
 from loopscope.files import read_bytes
 
 Tokens = NDArray[np.int64]
@@ -118,9 +118,7 @@ BENCHMARKS = {
 
 def benchmark_named(name: str, shots: int | None = None) -> Benchmark:
     """With so many few-shot examples in place of the paper's."""
-    if name not in BENCHMARKS:
-        hint = did_you_mean(name, BENCHMARKS)
-        raise UserError(f"There is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}.")
+    check_known(name, BENCHMARKS, "benchmark")
     found = BENCHMARKS[name]
     return found if shots is None else replace(found, shots=shots)
 
@@ -376,7 +374,7 @@ def _tokenized(texts: list[str], bare: list[bool], tokenizer: Any) -> list[list[
     for alone in {*bare}:
         chosen = [index for index, value in enumerate(bare) if value == alone]
         batch = [texts[index] for index in chosen]
-        with explained(UNUSABLE_TOKENIZER):
+        with tokenizing():
             found = tokenizer(batch, add_special_tokens=not alone, return_attention_mask=False, verbose=False)
         for index, row in zip(chosen, found["input_ids"], strict=True):
             tokens[index] = row

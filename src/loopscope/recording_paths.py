@@ -1,5 +1,6 @@
 """Where are a model's recordings? In the folder of its run, in the folder that holds them, or in one of their own."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,31 @@ def find_recording(path: Path, split: str) -> Path:
     """A recording: `path` itself, or that of this split in a run or in its folder of recordings."""
     if _is_recording(path):
         return path
-    folder = _recordings_in(path)
-    if not is_folder(folder):
-        raise no_folder(path, "a recording, or a run that has one")
-    found = folder / split
-    if not is_folder(found):
-        raise _not_recorded(folder, path, split)
-    return found
+    return _folder_with((split,), path, "a recording, or a run that has one") / split
 
 
 def find_recordings(path: Path) -> Path:
     """The folder with the recordings `validation` and `test`: of a run, or itself."""
     if _is_recording(path):
         raise _one_recording(path)
+    return _folder_with(ANALYSED, path, "a run whose validation and test splits are recorded")
+
+
+def _folder_with(splits: Sequence[str], path: Path, expected: str) -> Path:
+    """The folder of recordings of these splits, in `path` or itself; `expected` is to be given."""
     folder = _recordings_in(path)
     if not is_folder(folder):
-        raise no_folder(path, "a run whose validation and test splits are recorded")
-    for split in ANALYSED:
+        raise no_folder(path, expected)
+    for split in splits:
         if not is_folder(folder / split):
             raise _not_recorded(folder, path, split)
     return folder
+
+
+def recordings_at(run: Path, loops: int | None, trained: int) -> Path:
+    """The folder of a run's recordings at this depth; those of other depths than the trained one lie apart."""
+    folder = run / RECORDINGS
+    return folder if loops in (None, trained) else folder / f"{loops}-loops"
 
 
 def run_of_recordings(path: Path) -> Path:

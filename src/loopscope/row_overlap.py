@@ -7,8 +7,14 @@ a recording as often as between two. For n and m rows of a key among N and M tha
 
 is 0 on average and has the variance c (c - 1) / 2 for the c = n + m rows of the key, whatever the distribution of keys;
 a row that is in both adds one. Keys are weighted by 1 / (c - 1), so that a few frequent ones do not hide the others.
-Where whole sequences are drawn, a sequence has one key and counts as one row. All this holds for each key alone, so a
-sample of the keys (a sketch, small enough for a file) serves as well as all of them.
+An excess is chance if it lies within some standard deviations, and if chance could split the keys of few rows, of which
+each row is in one recording or the other by lot, nearly as evenly (Chernoff's bound). The second finds what few rows
+show, and needs fewer of them, the more the sizes of the two differ.
+
+Copies within a recording are no chance, and would hide what is shared. Where nearly all keys have the same number of
+rows, which chance does for one row only, so many are a copy each and count as one. Where whole sequences are drawn, a
+sequence has one key and counts as one row. All this holds for each key alone, so a sample of the keys (a sketch, small
+enough for a file) serves as well as all of them.
 
 Shapes: N examples, F numbers of an example, S sequences.
 """
@@ -16,7 +22,7 @@ Shapes: N examples, F numbers of an example, S sequences.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import comb, inf, sqrt
 from typing import Annotated, Self
 
 import msgspec
@@ -26,14 +32,26 @@ from numpy.typing import NDArray
 from loopscope.config import Count, Settings
 
 Keys = NDArray[np.uint64]
+Counts = NDArray[np.float64]
+KEY_BITS = 36
+"""Of 100,000 keys each, two recordings have a tenth of one in common by chance."""
 _STEP = 0.125
 """To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
 _RUN = 4
 """Neighbouring decisions of which the key of a sequence is made: one that repeats in many texts says little alone."""
-_SKETCHED_KEYS = 512
-_KEYS = r"^[0-9a-f]{13}(\*[0-9]{1,12})?( [0-9a-f]{13}(\*[0-9]{1,12})?)*$"
+_SKETCHED_KEYS = 4096
+"""Some 30 kB of a policy's file."""
+_GAPS = r"^[0-9a-f]{1,9}(\*[0-9]{1,12})?( [0-9a-f]{1,9}(\*[0-9]{1,12})?)*$"
+_MIN_ALIKE = 0.9
+"""The share of keys that have the same number of rows where rows are copied; chance does it for a third at most."""
 _DEVIATIONS = 4
 """An excess within so many standard deviations can be chance."""
+_MAX_CHANCE = 0.001
+"""What chance does more often than this can be chance."""
+_FEW_ROWS = 4
+"""A key of more rows is split evenly by any design that draws as many of each difficulty."""
+_TILTS = np.geomspace(0.001, 64, 48)
+"""At which Chernoff's bound is evaluated: each gives one, and the least is taken."""
 _AT_ONCE = 1 << 22
 """Numbers that are projected at a time."""
 
@@ -42,7 +60,7 @@ class KeySketch(Settings, frozen=True, kw_only=True):
     """The smallest keys of a recording with their counts: a sample of its inputs, the same for every recording."""
 
     units: Count  # sequences, or examples
-    keys: Annotated[str, msgspec.Meta(pattern=_KEYS)]  # hexadecimal; `*3` behind one that three rows have
+    keys: Annotated[str, msgspec.Meta(pattern=_GAPS)]  # hexadecimal, from key to key; `*3` behind one that 3 rows have
     complete: bool  # all keys are here
 
 
@@ -57,58 +75,83 @@ class RowKeys:
 
     @classmethod
     def of(cls, keys: Keys) -> Self:
-        """Of the key of every unit."""
-        return cls(*np.unique(keys, return_counts=True), len(keys))
+        """Of the key of every unit; copies count once where nearly all keys have as many."""
+        different, counts = np.unique(keys, return_counts=True)
+        sizes, often = np.unique(counts, return_counts=True)
+        if len(sizes) and often.max() >= _MIN_ALIKE * len(different):
+            counts = -(-counts // sizes[often.argmax()])
+        return cls(different, counts, int(counts.sum()))
 
     @classmethod
     def of_sketch(cls, sketch: KeySketch) -> Self:
         words = [word.partition("*") for word in sketch.keys.split()]
-        keys = np.array([int(key, 16) for key, _, _ in words], dtype=np.uint64)
+        keys = np.cumsum([int(gap, 16) for gap, _, _ in words], dtype=np.uint64)
         counts = np.array([int(count or 1) for _, _, count in words])
-        return cls(keys, counts, sketch.units, inf if sketch.complete else float(keys.max()))
+        return cls(keys, counts, sketch.units, inf if sketch.complete else float(keys[-1]))
 
     def sketch(self) -> KeySketch:
-        smallest = zip(self.keys[:_SKETCHED_KEYS].tolist(), self.counts[:_SKETCHED_KEYS].tolist(), strict=True)
-        return KeySketch(
-            units=self.units,
-            keys=" ".join(f"{key:013x}" + (f"*{count}" if count > 1 else "") for key, count in smallest),
-            complete=len(self.keys) <= _SKETCHED_KEYS,
-        )
+        keys, counts = self.keys[:_SKETCHED_KEYS], self.counts[:_SKETCHED_KEYS].tolist()
+        gaps = np.diff(keys, prepend=np.uint64(0)).tolist()
+        words = [f"{gap:x}" + (f"*{count}" if count > 1 else "") for gap, count in zip(gaps, counts, strict=True)]
+        return KeySketch(units=self.units, keys=" ".join(words), complete=len(self.keys) <= _SKETCHED_KEYS)
 
     def num_shared(self, other: "RowKeys") -> int:
         """How many units of `other` are in this recording, too, beyond what chance explains."""
         largest = min(self.largest, other.largest)
         ours, theirs = self._up_to(largest), other._up_to(largest)
-        keys = np.union1d(ours.keys, theirs.keys)
+        keys = _merged(ours.keys, theirs.keys)
         n, m = ours._counts_of(keys), theirs._counts_of(keys)
-        size, other_size = self.units, other.units
-        if min(size, other_size) < 2 or not m.any():
+        sizes = (self.units, other.units)
+        if min(sizes) < 2 or not m.any():
             return 0
-        within = n * (n - 1) / (size * (size - 1)) + m * (m - 1) / (other_size * (other_size - 1))
-        rows = n + m
-        weights = 1 / np.maximum(rows - 1, 1)
-        excess = float((weights * (n * m - size * other_size * within / 2)).sum())
+        rows, excess = n + m, _excess(n, m, *sizes)
+        total, weights = float(excess.sum()), 1 / np.maximum(rows - 1, 1)
         deviation = sqrt(float((weights**2 * rows * (rows - 1)).sum()) / 2)
-        if excess <= _DEVIATIONS * deviation:
+        if total <= _DEVIATIONS * deviation and _chance(rows, excess, *sizes) > _MAX_CHANCE:
             return 0
-        shared = min(excess, float((weights * m)[n > 0].sum()))
-        return round(shared / float((weights * m).sum()) * other_size)
+        shared = min(total, float((weights * m)[n > 0].sum()))
+        return max(0, round(shared / float((weights * m).sum()) * other.units))
 
     def _up_to(self, largest: float) -> "RowKeys":
         listed = self.keys <= largest
         return RowKeys(self.keys[listed], self.counts[listed], self.units, largest)
 
-    def _counts_of(self, keys: Keys) -> NDArray[np.float64]:
+    def _counts_of(self, keys: Keys) -> Counts:
         """As floats: squares of counts stay finite."""
         found = np.zeros(len(keys))
         found[np.searchsorted(keys, self.keys)] = self.counts
         return found
 
 
+def _excess(n: Counts, m: Counts, size: int, other_size: int) -> Counts:
+    """The excess of keys that have n and m rows among so many, with its weight."""
+    within = n * (n - 1) / (size * (size - 1)) + m * (m - 1) / (other_size * (other_size - 1))
+    return (n * m - size * other_size * within / 2) / np.maximum(n + m - 1, 1)
+
+
+def _chance(rows: Counts, excess: Counts, size: int, other_size: int) -> float:
+    """At most how likely the keys of few rows have such an excess, if every row is in one or the other by lot."""
+    few = (rows > 1) & (rows <= _FEW_ROWS)
+    exponents = -_TILTS * excess[few].sum()
+    ours = size / (size + other_size)
+    for number in range(2, _FEW_ROWS + 1):
+        n = np.arange(number + 1.0)
+        likely = [comb(number, k) * ours**k * (1 - ours) ** (number - k) for k in range(number + 1)]
+        tilted = np.exp(np.outer(_TILTS, _excess(n, number - n, size, other_size))) @ likely
+        exponents += np.sum(rows == number) * np.log(tilted)
+    return float(np.exp(min(0.0, exponents.min())))
+
+
+def _merged(ours: Keys, theirs: Keys) -> Keys:
+    """The keys of both, each once, in rising order, as they come; merging takes linear time."""
+    keys = np.sort(np.concatenate((ours, theirs)), kind="stable")
+    return keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
+
+
 def text_keys(texts: Sequence[str]) -> Keys:
-    """[N] a key of every text, in 52 bits: exact in JSON and as a float."""
+    """[N] a key of every text."""
     hashes = b"".join(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest() for text in texts)
-    return np.frombuffer(hashes, dtype="<u8") >> np.uint64(12)
+    return np.frombuffer(hashes, dtype="<u8") >> np.uint64(64 - KEY_BITS)
 
 
 def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = None, step: float = _STEP) -> Keys:
@@ -123,7 +166,7 @@ def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = 
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0xD6E8FEB86659FD93)
         mixed ^= mixed >> np.uint64(32)
-    return mixed >> np.uint64(12)
+    return mixed >> np.uint64(64 - KEY_BITS)
 
 
 def sequence_keys(keys: Keys, sequences: NDArray[np.integer]) -> Keys:

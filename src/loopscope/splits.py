@@ -18,7 +18,7 @@ _MAX_SHARED = 0.05
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: str | None = None) -> None:
     """Rejects what would make a result look better than it is, of one readout or of all that there are."""
-    check_split(calibration, "calibration")
+    check_split(calibration)
     check_attached(calibration, readout)
     check_attached(evaluation, readout)
     if calibration.same_data(evaluation):
@@ -38,7 +38,7 @@ def check_apart(
     kind = common_kind(recording.row_keys, other.row_keys if isinstance(other, Trajectory) else other)
     raise UserError(
         f"About {shared:,} of the {recording.num_examples:,} examples of {what} have the same {kind} as examples of "
-        f"{where}, more than the copies within each would lead to; {remedy}"
+        f"{where}, more than the repeats within each explain (split one draw, or draw with repeats); {remedy}"
         + (", or, if the texts are not the inputs, leave them out." if kind == "texts" else ".")
     )
 
@@ -59,21 +59,11 @@ class OfSplit(Protocol):
     def sha256(self) -> str: ...
 
 
-def check_split(recording: OfSplit, role: str) -> None:
-    """Rejects to choose anything on data that is for evaluation."""
+def check_split(recording: OfSplit, choice: str = "Thresholds must not be chosen", split: str = "validation") -> None:
+    """Rejects to choose or to fit anything on data that is for evaluation."""
     if recording.split in EVALUATION_SPLITS:
         raise UserError(
-            f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
-            "that is for evaluation: record the validation split and calibrate on that."
-        )
-
-
-def check_fitting(recording: Trajectory, what: str) -> None:
-    """Refuses to fit a gate or a stopper to data that is for evaluation."""
-    if recording.split in EVALUATION_SPLITS:
-        raise UserError(
-            f"A {what} must not be fitted on the {recording.split} split, which is for evaluation; record the train "
-            "split."
+            f"{choice} on the {recording.split} split, which is for evaluation; record the {split} split and give that."
         )
 
 
@@ -117,7 +107,7 @@ def check_other_data(fitted_to: Mapping[str, Any], recording: OfSplit, what: str
 
 def check_gate_data(recording: Trajectory) -> None:
     """Rejects a recording that no gate can be fitted on."""
-    check_fitting(recording, "gate")
+    check_split(recording, "A gate must not be fitted", "train")
     if recording.hidden is None or recording.num_loops < 2:
         raise UserError(
             "A gate is fitted on hidden states of two loops or more, which this recording does not keep; record it "

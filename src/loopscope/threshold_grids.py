@@ -41,6 +41,13 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     definition = _definition_on(readout, calibration)
     if definition.takes != "threshold":
         return _own_grid(definition, calibration.num_loops)
+    key = (readout, definition, points)
+    if key not in calibration.computed:
+        calibration.computed[key] = _fine_grid(readout, definition, calibration, points)
+    return calibration.computed[key].copy()
+
+
+def _fine_grid(readout: str, definition: Readout, calibration: Trajectory, points: int) -> Curve:
     values = signal(readout, calibration)
     ends_alike = is_gate(readout) or readout.startswith(STOPPER)  # every example says the same at loop T
     values = values[:, :-1] if ends_alike and values.shape[1] > 1 else values

@@ -11,8 +11,8 @@ is -inf in its logits at every loop.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact
 from loopscope.config import Settings, plain, read_json
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError, check_known
 from loopscope.model_identity import same_model
 from loopscope.row_overlap import KeySketch, RowKeys, common_kind, number_keys, sequence_keys, text_keys
 from loopscope.trajectory_checks import Array, as_array, as_integers, check_contents, frozen
@@ -50,6 +50,8 @@ _NEVER_ZERO = 1e-6
 """Added to cross-entropies before their logarithm, where copies are told from examples that are all but certain."""
 _CERTAIN = 1e-3
 """Added to cross-entropies before their logarithm: below it, their differences are rounding."""
+_AT_ONCE = 1 << 20
+"""Numbers that are worked on at a time."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
     "often exits differ from full depth (loopscope calibrate --loss disagreement)."
@@ -102,7 +104,9 @@ class Trajectory:
     norms: Array | None = None
     examples: Sequence[str] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for
+    computed: dict[Any, Array] = field(
+        default_factory=dict, init=False
+    )  # signals that were asked for, and grids: (name, ...)
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -161,9 +165,7 @@ class Trajectory:
 
     @property
     def required_labels(self) -> Array:
-        if self.labels is None:
-            raise UserError(NO_LABELS)
-        return self.labels
+        return required(self.labels)
 
     @cached_property
     def cross_entropy(self) -> Array:
@@ -172,10 +174,13 @@ class Trajectory:
             return -self.label_log_probs.astype(np.float64)
         if self.logits is None:
             raise UserError("This recording keeps no label log-probabilities, so it has no cross-entropy.")
-        logits = self.logits.astype(np.float64)
-        label = np.take_along_axis(logits, self.required_labels[:, None, None], axis=2)[..., 0]
-        top = logits.max(axis=-1)
-        return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+        found, labels = np.empty(self.logits.shape[:2]), self.required_labels
+        for rows in _some_rows(self.logits):
+            logits = self.logits[rows].astype(np.float64)
+            label = np.take_along_axis(logits, labels[rows, None, None], axis=2)[..., 0]
+            top = logits.max(axis=-1)
+            found[rows] = top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+        return found
 
     @cached_property
     def sha256(self) -> str:
@@ -198,16 +203,29 @@ class Trajectory:
             provenance=self.provenance,
         )
 
+    def with_signals(self, signals: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        """The same recording with these signals, too; what was computed of it already is not computed again.
+
+        The signals have names that begin with `gate:` or `stopper:`, so that nothing else depends on them.
+        """
+        other = replace(self, signals={**self.signals, **signals}, provenance=provenance)
+        given = {each.name for each in fields(self)}
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name not in given})
+        for key, values in self.computed.items():
+            if (key[0] if isinstance(key, tuple) else key) not in signals:
+                other.computed[key] = values
+        return other
+
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
         """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
         mask, size = rows.dtype == np.bool_, self.num_examples
-        if rows.ndim != 1 or (mask and len(rows) != size):
-            raise UserError(f"rows must be indices, or a mask of {size} entries; got the shape {list(rows.shape)}.")
-        if mask or not len(rows):
-            return np.flatnonzero(rows)
-        chosen = as_integers(rows, "rows")
-        if chosen.min() < 0 or chosen.max() >= size or (len(chosen) == size > 2 and chosen.max() <= 1):
-            raise UserError(f"rows must be between 0 and {size - 1}; for a mask give booleans, as in rows == 1.")
+        chosen = np.flatnonzero(rows) if mask or not rows.size else as_integers(rows, "rows")
+        fits = len(rows) == size if mask else not len(chosen) or 0 <= chosen.min() <= chosen.max() < size
+        if rows.ndim != 1 or not fits or (not mask and len(rows) == size > 2 and chosen.max() <= 1):
+            raise UserError(
+                f"rows must be indices from 0 to {size - 1}, or a mask of {size} booleans, as in rows == 1; got an "
+                f"array {list(rows.shape)} of {rows.dtype}."
+            )
         return chosen
 
     def unseen(self) -> Self:
@@ -374,6 +392,12 @@ class Trajectory:
             raise UserError(f"{path}: {error}") from None
 
 
+def _some_rows(values: Array) -> Iterator[slice]:
+    """Slices of the rows of [N, ...] that are worked on together, so that what is made of them takes little memory."""
+    size = max(1, _AT_ONCE * len(values) // max(values.size, 1))
+    return (slice(start, start + size) for start in range(0, len(values), size))
+
+
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     """The parts of one recording, one after the other; of their provenance what all of them say."""
     first = parts[0]
@@ -408,7 +432,13 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
+def required(labels: Array | None) -> Array:
+    """Labels without which nothing can be said of what is right."""
+    if labels is None:
+        raise UserError(NO_LABELS)
+    return labels
+
+
 def check_split_name(name: str) -> None:
     """Rejects a split that there is none of: what guards evaluation data goes by its name."""
-    if name not in SPLITS:
-        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
+    check_known(name, SPLITS, "split")

@@ -36,7 +36,10 @@ def source_of(name: str, what: str, given: Any = None) -> tuple[bytes, Path | No
     if given is not None:
         file = getattr(sys.modules.get(module), "__file__", None)
         if file is None and (inspect.isfunction(given) or inspect.isclass(given)):
-            return inspect.getsource(given).encode(), None
+            try:
+                return inspect.getsource(given).encode(), None
+            except (OSError, TypeError):
+                problem = "put it into a file of its own"
     else:
         if "" not in sys.path:  # the current folder, which a script that pip installed does not look into
             sys.path.append("")

@@ -82,6 +82,42 @@ def test_kept_counts_are_those_that_are_drawn_anew(monkeypatch: pytest.MonkeyPat
     assert np.array_equal(resampled_sums(values, 120), kept)
 
 
+def test_groups_of_many_units_scatter_as_single_units_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a mean that few examples decide, of units of several examples, and of a frontier."""
+    rng = np.random.default_rng(4)
+    rows = 4000
+    rare = (rng.random((rows, 1)) < 0.01).astype(np.float32)
+    units = np.repeat(np.arange(rows // 4), 4)
+    trajectory = random_trajectory(seed=6, rows=rows)
+    grid = ls.sweep("margin", random_trajectory(seed=1), trajectory).thresholds[::40]
+
+    def made() -> list[np.ndarray]:
+        curves = resampled_curves("margin", grid, trajectory)
+        return [resampled_means(rare), resampled_means(rare, units=units), curves.accuracy, curves.average_loops]
+
+    single = made()
+    monkeypatch.setattr("loopscope.analysis.bootstrap.MAX_UNITS", 900)
+    monkeypatch.setattr("loopscope.analysis.bootstrap._GROUPS", 800)
+    grouped = made()
+    for ours, theirs in zip(grouped, single, strict=True):
+        assert np.array_equal(ours[0], theirs[0])
+        assert not np.array_equal(ours[1:], theirs[1:])
+        assert ours[1:].std(axis=0) == pytest.approx(theirs[1:].std(axis=0), rel=0.15)
+        assert ours[1:].mean(axis=0) == pytest.approx(theirs[1:].mean(axis=0), abs=5e-3)
+    assert np.array_equal(resampled_means(rare), grouped[0])  # the same groups every time, so that pairs are pairs
+
+
+def test_a_dense_product_is_the_sparse_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    trajectory = random_trajectory(seed=2)
+    thresholds = ls.sweep("margin", random_trajectory(seed=1), trajectory).thresholds
+    found = []
+    for share in (0.0, 1.0):
+        monkeypatch.setattr("loopscope.analysis.bootstrap._DENSE", share)
+        found.append(resampled_curves("margin", thresholds, trajectory, 100))
+    assert np.array_equal(found[0].accuracy, found[1].accuracy)
+    assert np.array_equal(found[0].average_loops, found[1].average_loops)
+
+
 def test_many_depths_are_each_what_one_is() -> None:
     rng = np.random.default_rng(1)
     curves = Curves(rng.integers(0, 50, (40, 12)) / 50, rng.integers(50, 200, (40, 12)) / 50)

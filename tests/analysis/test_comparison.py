@@ -11,6 +11,7 @@ import loopscope as ls
 from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.comparison import Comparison, Paired, Side, paired
 from loopscope.analysis.gaps import Subject, depth_gap
+from loopscope.analysis.targets import Target
 
 
 def test_by_hand() -> None:
@@ -41,11 +42,11 @@ def test_the_interval_against_a_bootstrap_written_out() -> None:
 
 def test_the_depth_gap_of_two_readouts() -> None:
     subject = Subject(random_trajectory(seed=1), random_trajectory(seed=2))
-    gap = depth_gap(0.6, (subject, "margin"), (subject, "fixed"))
+    gap = depth_gap(Target(0.6), (subject, ["margin"]), (subject, ["fixed"]))
     assert gap is not None
     assert (gap.first, gap.second) == ("margin", "fixed")
     assert gap.low <= gap.value <= gap.high
-    same = depth_gap(0.6, (subject, "margin"), (subject, "margin"))
+    same = depth_gap(Target(0.6), (subject, ["margin"]), (subject, ["margin"]))
     assert same is not None
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
@@ -98,6 +99,28 @@ def test_few_differing_examples_tell_nothing(differing: int, tells: bool, copies
     found = paired(late, early).accuracy
     assert (found.low > 0) == tells
     assert found.value == pytest.approx(differing / rows)
+
+
+@pytest.mark.parametrize(("differing", "tells"), [(4, False), (5, False), (6, True), (12, True)])
+def test_few_differing_examples_tell_nothing_of_depths(differing: int, tells: bool) -> None:
+    """Two readouts that send all but a few examples to the same loop: at an accuracy that both reach, too."""
+
+    def drawn(seed: int) -> ls.Trajectory:
+        rng = np.random.default_rng(seed)
+        labels, early = rng.integers(0, 2, 400), rng.random(400) < 0.5
+        answers = np.stack([np.where(early, labels, 1 - labels), labels], axis=1)
+        margin = np.stack([early + rng.uniform(0, 0.1, 400), np.ones(400)], axis=1)
+        top1 = margin.copy()
+        top1[np.flatnonzero(early)[:differing], 0] = 0.05  # right, and not sure of it
+        return ls.Trajectory(predictions=answers, labels=labels, signals={"margin": margin, "top1": top1})
+
+    subject = Subject(drawn(1), drawn(2))
+    gap = depth_gap(Target(1.0), (subject, ["top1"]), (subject, ["margin"]))
+    assert gap is not None
+    assert gap.value == pytest.approx(differing / 400)
+    assert gap.sign == tells
+    compared = ls.compare(subject.validation, subject.test, "top1", "margin", target=1.0)
+    assert ("fewer loops to reach 100 % is open." in compared.verdict) != tells
 
 
 def test_readouts_are_not_compared_at_chance() -> None:

@@ -225,7 +225,7 @@ def test_an_interval_that_ends_within_the_margin_is_no_more_loops(
     names = ("gate", "margin", 0.95, 0.63, 1.5, 1.5, 0.0, low, high, 1.0, 0.0, 0.0, 1500, 1500)
     gap = Gap(*names)
     assert (gap.is_no_more, gap.is_nothing) == (True, False)
-    monkeypatch.setattr("loopscope.analysis.diagnosis.gap_between", lambda *_: gap)
+    monkeypatch.setattr("loopscope.analysis.gaps.gap_between", lambda *_: gap)
     diagnosis = diagnose_subject(subject(QUICK, "knowing"), REFERENCE, 0.9)
     assert diagnosis.verdict == "neither"
     said = f"takes at most 0.05 loops more than the reference to reach 63 % (+0.00 loops [{low:.2f}, {high:+.2f}])"

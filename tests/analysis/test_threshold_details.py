@@ -1,5 +1,7 @@
 """What the page looks up: is it what the policies do?"""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from conftest import outcome_of, random_trajectory
@@ -121,13 +123,25 @@ def test_exits_are_those_of_the_policy(readout: str) -> None:
         assert dict(zip(OUTCOMES, table.outcomes[place], strict=True)) == {name: said.count(name) for name in OUTCOMES}
 
 
+def test_exits_are_counted_without_a_list_for_every_threshold() -> None:
+    rows, thresholds = 20_000, 400
+    rng = np.random.default_rng(0)
+    crossed = np.sort(rng.integers(0, thresholds + 1, (rows, 3)), axis=1)
+    correct, bins = rng.random((rows, 4)) < 0.5, rng.integers(0, 3, rows)
+    tracemalloc.start()
+    table = count_exits(crossed, thresholds, correct, bins)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < rows * thresholds
+    assert np.array(table.exits).sum(axis=(1, 2)).tolist() == [rows] * thresholds
+
+
 def test_every_outcome_of_every_pattern() -> None:
     correct = np.array([[row >> loop & 1 for loop in range(4)] for row in range(16)], dtype=bool)
-    loops = np.tile(np.arange(1, 5), (16, 1))
-    codes = exit_outcomes(correct, loops)
+    codes = exit_outcomes(correct)
     for row in range(16):
-        for place in range(4):
-            assert OUTCOMES[codes[row, place]] == outcome_of(correct[row].tolist(), place + 1)
+        for loop in range(4):
+            assert OUTCOMES[codes[row, loop]] == outcome_of(correct[row].tolist(), loop + 1)
 
 
 def test_rare_patterns_are_among_the_examples() -> None:

@@ -10,7 +10,7 @@ from benchmark_slices import DATA, byte_pairs
 from conftest import random_trajectory, tiny_settings
 from tiny_language import write_ouro
 
-from benchmarks import drift, guarantees, recording, scoring, sweep, training
+from benchmarks import drift, growth, guarantees, recording, scoring, sweep, training
 from benchmarks.training import _positions, useful_flops
 from loopscope.tasks import Examples
 
@@ -62,6 +62,20 @@ def test_scoring_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(measured[name]["median"] > 0 for name in ("per_choice", "per_choice_and_depth", "per_question"))
 
 
+def test_growth_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--examples", 1000, "--loops", 3, "--classes", 8)
+    assert run(growth, *few, "--stage", "calibrate", "--json") == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    assert (stage["stage"], stage["examples"]) == ("calibrate", 1000)
+    assert stage["seconds"] > 0
+    for split in ("validation", "test"):
+        growth.simulate(tmp_path / split, split, 1000, 3, 8)
+    for name, make in growth.STAGES.items():
+        made = make(tmp_path, 1000, 3, 8)()
+        assert name != "diagnose" or made.room_left is not None
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
 def test_guarantees_are_measured_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +103,8 @@ def test_guarantees_are_measured_and_drawn(
         (drift, ("--length", 1000), "streams that are longer"),
         (guarantees, ("--population", "clam"), "did you mean 'calm'?"),
         (guarantees, ("--figure", "promises.pdf"), "ends in .png"),
+        (growth, ("--examples", 10), "from 1,000 examples and 6 classes on"),
+        (growth, ("--stage", "lode"), "did you mean 'load'?"),
         (guarantees, ("a", "a"), "Two of the recordings are of one run"),
     ],
 )

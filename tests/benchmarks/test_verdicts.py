@@ -10,7 +10,7 @@ from benchmarks.verdicts import GATES, Verdicts
 
 @pytest.mark.parametrize("trajectory", verdicts.TRAJECTORIES)
 def test_gates_do_not_change_the_verdict_on_the_trajectory(trajectory: str) -> None:
-    found = [verdicts.verdicts(trajectory, gates, 500, 12) for gates in GATES]
+    found = [verdicts.verdicts(500, trajectory, gates, 12) for gates in GATES]
     judged = {(each.trajectory_blamed, each.trajectory_better, each.average_gap) for each in found}
     assert len(judged) == 1
     ((blamed, better, gap),) = judged

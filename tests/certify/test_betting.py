@@ -110,7 +110,7 @@ def test_the_losses_of_every_unit_at_every_threshold_are_those_of_the_policy() -
     recording = sequences_of(40, seed=4)
     (group,) = risk_groups(recording, per_difficulty=False)
     thresholds = gap_grid("margin", recording, 30)
-    order = Proof("betting", 5).order(group.units)
+    order = Proof(bound="betting", seed=5).order(group.units)
     columns = np.array([3, 0, len(thresholds) - 1, 7])
     crossed, lost = crossings("margin", thresholds, recording), losses("gap", recording)
     found = np.concatenate(list(group.unit_losses(crossed, lost, len(thresholds), columns, order)))

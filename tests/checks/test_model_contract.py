@@ -54,7 +54,7 @@ def test_good_models_pass() -> None:
     golden = [ls.load_model(GOLDEN / name) for name in ("ouro-tiny", "huginn-tiny")]
     for model in (Plain(), *golden, initial_model(tiny_settings()).eval()):
         held = check_model(model, SHORT)
-        assert len(held) == 11
+        assert len(held) == 13
         assert max(check.measured for check in held) < 1e-5
     assert ls.check_model is check_model
 
@@ -121,6 +121,13 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "explodes": ("NaN or infinite", predict_of(lambda logits: logits / 0.0)),
     "halts in columns": (r"halt must make \[4\]", {"halt": lambda model, pooled: pooled[..., :1]}),
     "another last loop": ("last_pooled differs", {"last_pooled": lambda model, state, at: model.pooled(state, at)}),
+    "another half loop": (
+        "early_pooled and finish_step differ",
+        {
+            "early_pooled": lambda model, state, at: (model.pooled(model.step(state), at), state),
+            "finish_step": lambda model, begun: begun,
+        },
+    ),
     "no size": ("self.num_loops", {"__init__": lambda model: Plain.__init__(model) or delattr(model, "num_loops")}),
     "names no tokens": (
         "named in its `tokenwise`",

@@ -117,7 +117,7 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, command: Command) -
         (("--max-drop", 0.004, "--confidence", 0.2, "--readout", "margin"), "so no number of them would prove it"),
         ((*MILD, "--readout", "gate:mine"), "give the fitted gate with --gate"),
         ((*MILD, "--grid", "nowhere"), "There is no folder"),
-        (("--max-drop", 0.3, "--confidence", 1), "confidence: expected a number < 1.0"),
+        (("--max-drop", 0.3, "--confidence", 1), "--confidence: '1' is not a number between 0 and 1, such as 0.95"),
         (("--max-drop", 0.3, "--seed", -1), "not a whole number"),
     ],
 )

@@ -1,16 +1,14 @@
 """`loopscope loop`: from an ordinary checkpoint, or a GGUF file, to text at every depth; and what goes wrong."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from benchmark_slices import byte_pairs
 from conftest import tiny_text
-from tiny_language import write_decoder
+from tiny_language import write_decoder, write_gguf
 
 import loopscope as ls
 
@@ -91,39 +89,6 @@ def test_it_is_trained_further(llama: Path, tmp_path: Path) -> None:
         assert model.model.injection.weight.any()
         assert model.gate.weight.any()
         assert not torch.equal(model.loops(tokens).logits, ls.load_model(looped).loops(tokens).logits)
-
-
-def write_gguf(file: Path, llama: Path) -> None:
-    """The weights of `llama` as they are, under the names of GGUF; in 16 bits, as files of that kind are smaller."""
-    import gguf
-    from safetensors.torch import load_file
-
-    tokenizer = byte_pairs()
-    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer = gguf.GGUFWriter(file, "llama")
-    for name, value in {"block_count": 6, "context_length": 1024, "embedding_length": 32}.items():
-        getattr(writer, f"add_{name}")(value)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(len(vocabulary))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 6)
-    for name, tensor in load_file(llama / "model.safetensors").items():
-        kind = np.float16 if tensor.dim() > 1 else np.float32
-        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @torch.inference_mode()

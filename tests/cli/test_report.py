@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 
+import loopscope as ls
 from cli.conftest import Command, crafted, read_json, recording_of, run
 
 
@@ -86,3 +87,31 @@ def test_whoever_waits_at_a_terminal_sees_how_far_it_is(tmp_path: Path, monkeypa
         assert run(*words) == 0
         assert [word for word in seen if word not in screen.getvalue()] == []
         assert bool(screen.getvalue()) == bool(seen)
+
+
+def test_rules_of_one_run_are_replayed_on_another(tmp_path: Path, command: Command) -> None:
+    """With a gate that was fitted to the states of one of them, and on states of another width."""
+    gate = ls.FittedGate(weight=np.ones(2), bias=np.array(-1.0), provenance={"weights_sha256": "a" * 64})
+    gate.save(tmp_path / "own")
+    for name, width, seed in (("a", 2, 0), ("b", 2, 10), ("wide", 3, 20)):
+        for place, split in enumerate(("validation", "test")):
+            states = np.random.default_rng(seed).normal(size=(90, 4, width))
+            fields = {"hidden": states, "provenance": {"weights_sha256": name[0] * 64}}
+            made = random_trajectory(seed + place, rows=90, split=split, gate_logits=None, **fields)
+            made.save(tmp_path / name / split)
+    runs, words = [tmp_path / name for name in ("a", "b", "wide")], ("--at", 0.3, "--out", tmp_path / "out")
+    crossed = (*runs, "--transfer", "--gate", tmp_path / "own", *words)
+    (table,) = command.json("report", *crossed, "--product", "transfer")
+    rows = {(row[0], row[1], row[2]): row[3:] for row in table["rows"]}
+    assert len(rows) == 3 * 3 + 3
+    assert rows["a", "wide", "gate:own"][0] == "refused: The gate reads states of width 2, and these have 3."
+    assert "[" in rows["a", "itself", "gate:own"][0]
+    assert "[" in rows["a", "b", "gate:own"][1]
+    command("report", *crossed)
+    held = json.loads((tmp_path / "out" / "results.json").read_bytes())["transfer"]
+    assert len(held) == len(rows)
+    assert "Rules across trajectories" in (tmp_path / "out" / "tables.md").read_text()
+    assert "--transfer" in html.unescape((tmp_path / "out" / "report.html").read_text())
+    assert "give two runs or more" in command.refused("report", runs[0], "--transfer", *words)
+    sentence = command.refused("report", *runs[1:], "--gate", tmp_path / "own", *words)
+    assert "was fitted to none of these models" in sentence

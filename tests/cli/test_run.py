@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,35 @@ def test_without_a_recording_a_threshold_is_asked_for(gated_run: Path, tmp_path:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
     said = command.refused("run", gated_run, tmp_path / "examples.txt")
     assert f"loopscope record task {gated_run} --split validation" in said
+
+
+def test_a_run_answers_deeper_than_it_was_trained_as_its_recording_says(
+    recorded: Path, tmp_path: Path, command: Command
+) -> None:
+    run = Path(shutil.copytree(recorded, tmp_path / "run"))
+    for split in ("validation", "test"):
+        summary = command.json("record", "task", run, "--split", split, "--loops", 5)
+        assert summary["recording"] == str(run / "recordings" / "5-loops" / split)
+        assert (summary["loops"], len(summary["accuracy"])) == (5, 5)
+    assert "5 loops (trained with 3)" in command("record", "task", run, "--split", "test", "--loops", 5).out
+    validation, test = (Trajectory.load(run / "recordings" / "5-loops" / split) for split in ("validation", "test"))
+    assert test.examples is not None
+    (file := tmp_path / "examples.txt").write_text("\n".join(test.examples), encoding="utf-8")
+    policy = choose("hidden_change", validation)
+    out, err = command("run", run, file, "--readout", "hidden_change", "--loops", 5)
+    assert [answer["loop"] for answer in lines(out)] == policy.exit_loops(test).tolist()
+    assert f"hidden_change at {policy.threshold:.6g}" in err
+    assert "No verdict: at loop " in command("diagnose", run / "recordings" / "5-loops").out  # of a model at chance
+    promised = ("calibrate", run / "recordings" / "5-loops" / "validation", "--max-drop", 0.9, "--readout", "margin")
+    command(*promised, "--out", tmp_path / "policy.json")
+    given = ("run", run, file, "--policy", tmp_path / "policy.json")
+    assert "calibrated for 5 loops, and here full depth is 3" in command.refused(*given)
+    assert len(lines(command(*given, "--loops", 5).out)) == len(test.examples)
+    for words, said in (
+        (("--loops", 4), "recordings/4-loops (did you mean "),
+        (("--readout", "fixed", "--threshold", 4), "A fixed depth of 4 is beyond the 3 loops here"),
+    ):
+        assert said in command.refused("run", run, file, *words)
+    shutil.rmtree(run / "recordings" / "validation")
+    shutil.move(run / "recordings" / "5-loops" / "validation", run / "recordings" / "validation")
+    assert "has 5 loops, and here 3 are run; give --loops 5, or a threshold" in command.refused("run", run, file)

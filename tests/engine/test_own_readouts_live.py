@@ -76,7 +76,7 @@ def test_from_ten_lines_to_a_promise_that_runs(own: None, model: LoopedTransform
         assert 1 < agreement.average_loops == agreement.replayed_average_loops < 6
 
 
-@pytest.mark.parametrize("readout", ["unchanged", "lead", "patience", "settling", "hidden_acceleration"])
+@pytest.mark.parametrize("readout", ["unchanged", "lead", "patience", "settling", "halting", "hidden_acceleration"])
 def test_rows_exit_where_the_replay_says(readout: str, own: None, model: LoopedTransformer) -> None:
     test = recorded(model, 3, 200, "validation")
     values = ls.signal(readout, test)[:, :-1]

@@ -13,7 +13,7 @@ from conftest import GOLDEN, tiny_settings
 import loopscope as ls
 from loopscope.engine.requests import Request, choices, task_requests
 from loopscope.engine.scheduler import Answer, compare_with_replay, in_order, run
-from loopscope.models.looped_model import LoopedModel
+from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
@@ -105,13 +105,36 @@ def test_a_stream_without_end_is_answered(model: LoopedModel, requests: list[Req
 def test_the_batch_is_kept_full(
     model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = []
-    step = model.step
-    monkeypatch.setattr(model, "step", lambda state: rows.append(len(state.loop)) or step(state))
+    rows: dict[str, list[int]] = {"early_pooled": [], "finish_step": [], "step": []}
+    for name in rows:
+        real = getattr(model, name)
+
+        def counted(state: LoopState, *at: torch.Tensor, name: str = name, real=real):  # type: ignore[no-untyped-def]
+            rows[name].append(len(state.loop))
+            return real(state, *at)
+
+        monkeypatch.setattr(model, name, counted)
     policy = policy_of("margin", recorded)
+    loops = policy.exit_loops(recorded)
     list(run(model, policy, requests, 20))
-    assert sum(rows) == policy.exit_loops(recorded).sum()  # nobody runs a loop more than needed
-    assert set(rows[: -recorded.num_loops]) == {20}  # until the queue is empty
+    begun, finished, whole = rows.values()
+    assert sum(begun) == loops.sum()  # nobody runs a loop more than needed
+    assert set(begun[: -recorded.num_loops]) == {20}  # until the queue is empty
+    assert sum(finished) == (loops - 1).sum()  # nor the rest of a loop
+    assert not whole
+    list(run(model, ls.ExitPolicy("fixed", 3), requests[:20], 20))
+    assert (begun[-1], whole) == (20, [20, 20])  # where nobody may exit, loops are not divided
+
+
+def test_a_model_whose_loops_are_not_divided_answers_alike(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_of("margin", recorded)
+    divided = {answer.key: answer for answer in run(model, policy, requests, 20)}
+    monkeypatch.setattr(model, "early_pooled", lambda state, positions: None)
+    for answer in run(model, policy, requests, 20):
+        assert answer.loop == divided[answer.key].loop
+        assert np.allclose(answer.logits, divided[answer.key].logits, atol=1e-5)
 
 
 @pytest.mark.parametrize(("readout", "all_logits"), [("gate", False), ("hidden_change", False), ("margin", True)])

@@ -7,7 +7,7 @@ from conftest import verbs
 
 from .mutations import NUMBERS, STRINGS
 from .runner import Case
-from .world import HARDLY, World, setting
+from .world import HARDLY, OWN_MODEL, World, setting
 
 _TINY = setting(*HARDLY)
 _TRAINED_ON = "--text {w.texts[0]} --validation {w.texts[1]} --out {c.out}"
@@ -18,6 +18,9 @@ GOOD = {
     "pretrain --start": f"{{w.further_settings}} --start {{w.checkpoint}} {_TRAINED_ON}",
     "loop": "{w.llama} --prelude 1 --core 1 --loops 3 --out {c.out}",
     "record task": "{w.run} --split test --examples 20 --out {c.out}",
+    "record task --with-model": (
+        f"{{w.custom_run}} --split test --examples 20 --loops 5 --with-model {OWN_MODEL} --out {{c.out}}"
+    ),
     "record text": "{w.checkpoint} {w.documents[documents.txt]} --out {c.out}",
     "record live": f"{_LIVE} --max-drop 0.6 --confidence 0.5 --readout margin --candidates 2",
     "record live --policy": f"{_LIVE} --policy {{w.policies[by-hand]}}",
@@ -91,7 +94,9 @@ _READOUTS = (
 _PLACES = ("bfloat16", "float16", "cpu", "cuda", "cuda:99", "mps", "full", "latest", "train", "extrapolation")
 _NAMES = {
     **dict.fromkeys(("readout", "first", "second", "with_readout"), _READOUTS),
+    "with_model": (OWN_MODEL, "os:path", "json:JSONDecoder", "no.such:X", ":"),
     **dict.fromkeys(("dtype", "device", "cache", "split"), _PLACES),
+    "devices": ("cuda:0", "cuda:0,cuda:1", "cuda:0,cuda:0", "cpu"),
 }
 
 

@@ -13,7 +13,7 @@ KINDS = {
     "gate": Kind(sealed.gate, 5, "gates"),
     "policy": Kind(sealed.policy, 12, "policies recordings"),
     "monitor": Kind(sealed.monitor, 2, "policies monitor"),
-    "run": Kind(sealed.finished_run, 8, "run other_run language_run documents"),
+    "run": Kind(sealed.finished_run, 8, "run other_run language_run custom_run documents"),
     "state": Kind(sealed.unfinished_run, 3, "unfinished finished_weights"),
     "study-store": Kind(sealed.study_store, 4, "store", quick=False),
     "titled-study": Kind(sealed.titled_study, 1, "drawn study store", quick=False),
@@ -34,7 +34,7 @@ KINDS = {
     "examples": Kind(user_files.examples, 4, "run documents"),
     "documents": Kind(user_files.documents, 4, "checkpoint documents"),
     "benchmark": Kind(user_files.benchmark, 1, "checkpoint benchmarks", quick=False),
-    "arguments": Kind(arguments.arguments, 12, f"{_ARGUMENTS} own_gate live_runs"),
+    "arguments": Kind(arguments.arguments, 12, f"{_ARGUMENTS} own_gate live_runs custom_run"),
     "slow-arguments": Kind(arguments.slow_arguments, 3, _SLOW, quick=False),
     "arrays": Kind(user_files.arrays, 5, "recordings"),
 }

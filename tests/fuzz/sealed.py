@@ -22,6 +22,7 @@ from loopscope.certify.live_runs import LiveRuns
 from loopscope.config import digest, plain
 from loopscope.learned.attach import load_fitted
 from loopscope.models.checkpoint import load_model, read_checkpoint_config
+from loopscope.models.custom_model import MODELS, register_model
 from loopscope.studies.plan import make_plan
 from loopscope.studies.study_file import expand_study
 from loopscope.training.run_folder import read_run_settings
@@ -30,7 +31,7 @@ from loopscope.trajectory import EXAMPLES, RECORDING, RECORDING_SCHEMA
 
 from .mutations import STRINGS
 from .runner import Case
-from .world import CPU, World
+from .world import CPU, OWN_MODEL, World
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -180,7 +181,8 @@ def _run_contents(folder: Path) -> Any:
 
 def finished_run(world: World, case: Case) -> str:
     """The weights are sealed; the configuration must not contradict itself."""
-    source = case.rng.choice((world.run, world.run, world.language_run))
+    source = case.rng.choice((world.run, world.run, world.language_run, world.custom_run))
+    register_model(OWN_MODEL)
     folder = case.copy(source, "run")
     mine = [path for path in files_of(folder) if "recordings" not in path.parts]
     weighty = [path for path in mine if path.name in ("config.json", "model.safetensors")]
@@ -197,6 +199,7 @@ def finished_run(world: World, case: Case) -> str:
         assert found == expected, "a run's configuration contradicts itself, and is accepted"
         if case.rng.random() < 0.1:
             case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
+    assert set(MODELS) == {OWN_MODEL}, "code was imported because a checkpoint names it"
     same(loaded[0], original[0], "a run")
     return "same" if loaded == original else "other"
 
@@ -248,15 +251,19 @@ def titled_study(world: World, case: Case) -> str:
 
 def study_store(world: World, case: Case) -> str:
     plan, store = _plan(world.study), case.inputs / "store"
-    analyses = [model.analysis.folder(world.store) for model in plan.models]
-    for each in analyses:
+    shown = [step for model in plan.models for step in (model.analysis, model.transfer) if step is not None]
+    folders = {step.folder(world.store): step.kind for step in shown}
+    for each in folders:
         case.copy(each, f"store/{each.name}")
-    chosen = case.rng.choice(analyses)
-    file = store / chosen.name / case.rng.choice(("manifest.json", "model.json", "details.json"))
-    case.spoil(file, [each / file.name for each in analyses if each != chosen])
+    chosen = case.rng.choice(list(folders))
+    file = store / chosen.name / case.rng.choice(sorted(each.name for each in chosen.iterdir()))
+    others = [each for each, kind in folders.items() if kind == folders[chosen] and each != chosen]
+    case.spoil(file, [each / file.name for each in others])
     if case.rng.random() < 0.1:
         where = ("--store", store, "--out", case.out, "--device", "cpu")
         case.command("study", "report", _titled(world, case), *where, "--product", "headline")
-    missing = not file.is_file() and file.name == "manifest.json"  # then that model is not analysed yet
+    missing = (
+        not file.is_file() and file.name == "manifest.json"
+    )  # then it is not analysed, or its rules are not transferred, yet
     found = _study_results(plan, store)
     return "other" if missing else same(found, _study_results(plan, world.store), "an artifact of a study")

@@ -33,6 +33,7 @@ SMALL = 50_000
 """Layers x width x loops x rows x steps that are trained in no time."""
 ODD_KEYS = (
     *("objective.options.x", "objective", "training", "task", "model", "x", "", ".", "a..b", "model.loops.x"),
+    *("model.name", "model.options.x", "task.options.x"),
     *(" training.seed ", "\x1b[31m", "a." * 3_000 + "b"),
 )
 _LOG = """{"ran": 4, "texts": [0, 1], "loops": [2, 1], "prompts": {"0": [3, "0a1b"], "1": [1, "2c3d"]}}
@@ -47,7 +48,7 @@ def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
         assert key in built, f"a key was ignored: {key}"
         if isinstance(value, Mapping) and isinstance(built[key], Mapping):
             check_holds(built[key], value)
-        elif key == "objective" and isinstance(value, str):
+        elif key in ("objective", "model", "task") and isinstance(value, str):
             check_holds(built[key], {"name": value})
         elif isinstance(value, list) and isinstance(built[key], list | tuple) and len(value) == len(built[key]):
             check_holds(dict(enumerate(built[key])), dict(enumerate(value)))
@@ -72,7 +73,7 @@ def _try(case: Case, path: Path, settings: RunSettings, *words: str) -> None:
     """What the command line asks before it trains; then what is small is trained."""
     check_memory(settings, CPU)
     estimate_time(settings, CPU).check()
-    task, model, training = settings.task, settings.model, settings.training
+    task, model, training = settings.generator, settings.model, settings.training
     size = float(model.layers) * model.width * model.loops * training.batch_size * training.steps
     few = task.train_examples + task.validation_examples + task.test_examples < 10_000 and task.positions < 1_000
     if size < SMALL and few and case.rng.random() < 0.3:
@@ -97,7 +98,7 @@ def assignment(world: World, case: Case) -> str:
         value = said["value"] if len(said) == 1 else text
     except tomllib.TOMLDecodeError:
         value = text
-    if key == "objective" and isinstance(value, str):
+    if key in ("objective", "model", "task") and isinstance(value, str):
         value = {"name": value}
     check_holds({"value": built}, {"value": value})
     _try(case, world.settings, settings, *(each for word in words for each in ("--set", word)))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
@@ -65,6 +66,10 @@ def setting(*values: str) -> str:
     return " ".join(f"--set {each}" for each in values)
 
 
+OWN_MODEL = "my_model:LoopedGRU"
+"""Of the examples, where Python finds it."""
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+_OWN = (*(change for change in TINY if not change.startswith("model.")), *SHORT, f"model={OWN_MODEL}", "model.loops=3")
 _RUN = f"train demo --out OUT --force --device cpu {setting(*TINY, *GATED, *SHORT)}"
 _LIVE = "record live {w.checkpoint} {w.documents[documents.txt]} --recording {w.live_recording} --out OUT --cache"
 _LIVE_TARGET = "--max-drop 0.6 --confidence 0.5 --readout margin --loss disagreement --candidates 2"
@@ -76,6 +81,7 @@ TEXTS = (
 COMMANDS = {
     "run": "\n".join((_RUN, *(f"record task OUT --split {split} --hidden" for split in ("validation", "test")))),
     "other_run": f"{_RUN} --set training.seed=7",
+    "custom_run": f"train demo --out OUT --force --device cpu {setting(*_OWN, 'model.options.width=8')}",
     "language_run": f"{_PRETRAIN} --set training.steps=2 --device cpu",
     "own_gate": "gate fit {w.run}/recordings/validation --steps 2 --out OUT",
     "looped": "loop {w.llama} --prelude 1 --core 1 --loops 3 --damping 0.5 --injection --gate linear --out OUT",

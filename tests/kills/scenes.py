@@ -24,6 +24,7 @@ from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
+from loopscope.models.custom_model import register_model
 from loopscope.recording import question_recording
 
 from .processes import Work, run
@@ -51,7 +52,7 @@ class Inputs:
     def words(self, line: str, out: str) -> list[str]:
         """The words of a command; [NAME] is an input, [NAME/PLACE] lies in it, OUT is the target."""
         found = []
-        for word in line.format(one=_ONE, settings=_SETTINGS, gated=_GATED).split():
+        for word in line.format(one=_ONE, settings=_SETTINGS, gated=_GATED, own=_OWN).split():
             if word.startswith("["):
                 name, _, place = word.strip("[]").partition("/")
                 found.append(str(self[name] / place))
@@ -74,6 +75,10 @@ def _write_texts(folder: Path) -> None:
 _ONE = "--device cpu --threads 1"
 _SETTINGS = " ".join(f"--set {each}" for each in (*TINY, "training.checkpoint_every=2", "training.log_every=1"))
 _GATED = " ".join(f"--set {each}" for each in GATED)
+_OWN_MODEL = "my_model:LoopedGRU"
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+_OWN_CHANGES = (*(each for each in TINY if not each.startswith("model.")), f"model={_OWN_MODEL}", "model.loops=3")
+_OWN = " ".join(f"--set {each}" for each in (*_OWN_CHANGES, "training.checkpoint_every=2", "training.log_every=1"))
 _TEXTS = "--text [texts/train.txt] --validation [texts/validation.txt]"
 _PROMPTS = ("The sun", "A student wants to", "Water", "What is", "Birds", "An apple")
 _MADE: dict[str, Callable[[Path], object]] = {
@@ -183,6 +188,11 @@ def _read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def _load(folder: Path) -> object:
+    register_model(_OWN_MODEL)
+    return load_model(folder)
+
+
 def _cut_off(inputs: Inputs, target: str) -> Work:
     """The same recording, damaged since."""
     recording = inputs["run"] / "recordings" / "test"
@@ -202,9 +212,10 @@ _PRETRAINED = f"{_TEXTS} --out OUT --force {{one}} --set training.checkpoint_eve
 _STUDIED = "study run [tiny.toml] --out OUT --store store --workers"
 SCENES = (
     *(
-        Scene(name, words, read=load_model, growing=_UNFINISHED, neighbours=True)
+        Scene(name, words, read=_load, growing=_UNFINISHED, neighbours=True)
         for name, words in {
             "train": "train demo --out OUT --force {one} {settings}",
+            "train, a model of one's own": "train demo --out OUT --force {one} {own}",
             "pretrain further": f"pretrain [texts/further.toml] --start [language] {_PRETRAINED}",
             "pretrain": f"pretrain [texts/ouro.toml] {_PRETRAINED}",
         }.items()

@@ -132,6 +132,22 @@ def test_what_it_says_of_its_own_recording_is_no_better_than_of_another() -> Non
         assert np.corrcoef(stopper.values(recording)[:, 0], lost)[0, 1] > 0.8
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_of_many_examples_some_are_fitted_to(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole sequences, where there are any. What it says of the others is what it says of new ones."""
+    monkeypatch.setattr("loopscope.learned.stopper_fitting.MAX_EXAMPLES", 400)
+    noise = random_trajectory(3, rows=1000, loops=4)  # labels by chance: there is nothing to learn
+    recording = replace(noise, sequences=np.repeat(np.arange(100), 10)) if together else noise
+    stopper, out_of_bag = fit_out_of_bag(recording, leaf=1, kind="classifier")
+    told = stopper.values(recording)
+    fitted_to = (told != out_of_bag).any(axis=1)
+    assert 350 < fitted_to.sum() <= 400
+    assert not together or set(fitted_to.reshape(100, 10).sum(axis=1)) == {0, 10}
+    lost = ~recording.correct[:, 0] & recording.correct[:, -1]
+    assert abs(np.corrcoef(out_of_bag[:, 0], lost)[0, 1]) < 0.15
+    assert np.corrcoef(told[fitted_to, 0], lost[fitted_to])[0, 1] > 0.8
+
+
 def test_prices() -> None:
     """The index is the price at which the gain of going on is gone, by a straight line; or what going on loses."""
     prices = np.array([0.0, 0.1, 0.2, 1.0])

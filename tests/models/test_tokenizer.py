@@ -1,14 +1,24 @@
 """Does text become the checkpoint's tokens, without any code of the checkpoint's?"""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmark_slices import byte_pairs
 
-from loopscope.errors import UserError
-from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, render_chat, stop_tokens, tokenize_documents
+from loopscope.errors import UserError, tokenizing
+from loopscope.models.tokenizer import (
+    Detokenizer,
+    chat_prompt,
+    decode,
+    encode,
+    load_tokenizer,
+    render_chat,
+    stop_tokens,
+    tokenize_documents,
+)
 from loopscope.questions import Question, encode_questions
 
 
@@ -140,6 +150,30 @@ TOO_LONG = "more than 1024 times as long"
         ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 30}, TOO_LONG),
     ],
 )
-def test_a_tokenizer_that_panics_or_multiplies_is_rejected(part: str, value: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        tokenize_documents(["a" * 40 + "!"], written(tmp_path, **{part: value}))
+def test_a_tokenizer_that_panics_or_multiplies_is_rejected(
+    part: str, value: Any, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, before which Rust prints nothing."""
+    folder, text = written(tmp_path, **{part: value}), "a" * 40 + "!"
+    for tokenize in (lambda: tokenize_documents([text], folder), lambda: encode(load_tokenizer(folder), text)):
+        with pytest.raises(UserError, match=words):
+            tokenize()
+    assert capfd.readouterr().err == ""
+
+
+def test_text_whose_decoder_panics_ends_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer(written(tmp_path, decoder=replaced({"Regex": "(a+)+$"}, "x")))
+    tokenizer.add_tokens(["a" * 40 + "!"])
+    for read in (lambda token: decode(tokenizer, [token]), Detokenizer(tokenizer).add):
+        with pytest.raises(UserError, match=r"cannot be used; fetch .* \(Onig: Regex search error"):
+            read(len(tokenizer) - 1)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_else_is_printed_meanwhile_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="cannot be used"), tokenizing():
+        os.write(2, b"a warning")
+        raise ValueError
+    with tokenizing():
+        os.write(2, b" and another")
+    assert capfd.readouterr().err == "a warning and another"

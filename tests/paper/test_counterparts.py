@@ -1,5 +1,6 @@
 """Products: made where their models are there, with the paper's numbers beside, and all of them in the docs."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,19 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 from msgspec.structs import replace
-from pages import table_of
+from pages import figure_of, table_of
 
 import loopscope as ls
+from loopscope.analysis.gaps import Gap
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import FrontierResult, ModelResult, Results
+from loopscope.analysis.schema import FrontierResult, Latency, Machine, ModelResult, PolicyLatency, Results, Spread
 from loopscope.paper.counterparts import OURO, PAPER, PRODUCTS
 from loopscope.paper.published import published
 from loopscope.paper.trained_tables import TaskVariants
 from loopscope.report.products import OVERVIEW
 
+GAP = Gap("kl", "kl", 0.5, 0.5, 2, 1, 1, 0.9, 1.1, 1, 1, 1, 60, 60)
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -46,6 +49,18 @@ def fitted(frontiers: list[FrontierResult]) -> list[FrontierResult]:
     return [*frontiers, *(replace(margin, readout=f"gate:{kind}-utility") for kind in ("linear", "mlp"))]
 
 
+def timed(kind: str, seed: int, **loops: float) -> Latency:
+    """A run of the geometric prior, timed where half of the saved loops is saved time; the others are not."""
+
+    def way(readout: str, average: float, speedup: float) -> PolicyLatency:
+        spread = Spread(speedup, speedup - 0.1, speedup + 0.1)
+        return PolicyLatency(readout, None, 0.9, average, Spread(0.06 / speedup, 0.01, 0.07), spread, 0)
+
+    ways = [way("fixed", 4.0, 1.0), *(way(name, average, 0.5 * 4 / average) for name, average in loops.items())]
+    group, _ = run_of(kind, 0.3, 0.1, seed, "mano")
+    return Latency(f"{group}-{seed}", None, 60, 4, Machine(1, 5, 8, Spread(1.0, 1.0, 1.0), [1.0]), ways)
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
     """A whole study, of which a model with a gate and one without are analysed; the others are called otherwise."""
@@ -69,13 +84,20 @@ def results() -> Results:
         for seed in (0, 1)
     ]
     models += [variant("linear", "uniform", beta=0.5), variant("none", 0.7)]
-    models.append(variant("mlp", 0.3, objective="decoupled_gate"))
-    return assemble_results(models, made.targets)
+    models += [variant("mlp", 0.3, objective=objective) for objective in ("decoupled_gate", "gate_channels")]
+    models[-1].provenance["run"]["objective"]["gate_weight"] = 0.5
+    models[-1] = replace(models[-1], diagnosis=dataclasses.replace(models[-1].diagnosis, trajectory_gap=GAP))
+    latency = [
+        timed("none", 0, top1=1.2, margin=1.5),
+        timed("none", 1, top1=1.4, margin=1.5),
+        timed("mlp", 0, gate=2.0),
+    ]
+    return assemble_results(models, made.targets, latency)
 
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
     made = {product.name for product in PRODUCTS.make(results, ["paper", "overview"])}
-    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified"}
+    assert made == set(PRODUCTS.recipes) - set(OURO) - {"posthoc_gaps", "certified", "transfer", "gate_stages"}
     assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "decoupled_gate", "teaser"]
 
 
@@ -89,6 +111,25 @@ def test_the_paper_s_numbers_stand_beside_ours(results: Results) -> None:
     assert "[" in mlp[2]
     assert rows["fixed prior, geometric 0.7 (1 seed)", "margin"][-3:] == ["", "", ""]
     assert table_of(PRODUCTS, results, "parity_summary").rows[0][-3:] == ["top1", "99.6 ± 0.7 %", "1.30 ± 0.17"]
+
+
+def test_times_of_trained_runs_stand_beside_the_paper_s(results: Results) -> None:
+    (product,) = PRODUCTS.make(results, ["mano_latency"])
+    assert product.paper == "table 4b"
+    rows = {(row[1], row[2]): row[3:] for row in table_of(PRODUCTS, results, "mano_latency").rows}
+    fixed, gate = "fixed prior, geometric 0.3 (2 seeds)", "MLP gate, geometric 0.3, β 0.1 (1 seed)"
+    assert list(rows) == [*((fixed, name) for name in ("fixed", "top1", "margin")), (gate, "fixed"), (gate, "gate")]
+    over = ["90.0 ± 0.0 %", "1.30 ± 0.14 (2 of 2)", "0.036 [0.01, 0.07]"]
+    speedup = "1.55 ± 0.17 (2 of 2); 1.67 [1.57, 1.77]"
+    assert rows[fixed, "top1"] == [*over, speedup, "50 %", "100.0 % at 1.26, 0.049 ms, 1.36"]
+    assert rows[gate, "gate"][1:] == [
+        "2.00",
+        "0.06 [0.01, 0.07]",
+        "1 [0.9, 1.1]",
+        "50 %",
+        "75.4 % at 1.59, 0.053 ms, 1.24",
+    ]
+    assert rows[gate, "fixed"][-1].startswith("76.1 % at 6.00")
 
 
 def test_the_best_beta_is_validation_s_choice_on_the_seeds_that_all_have() -> None:
@@ -143,6 +184,39 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
         ["parity", f"{fixed} (1 seed)", "best single readout", "2.00", "N/A", "0.00"],
         ["parity", f"{fixed} (1 seed)", "best fitted gate", "3.00", "N/A", "1.00"],
     ]
+
+
+def test_ouro_s_stages_stand_on_one_trajectory(results: Results) -> None:
+    """A joint gate, a gate fitted afterwards to the same runs, and the decoupled gate that both are compared with."""
+    rows = table_of(PRODUCTS, results, "gate_stages").rows
+    joint, decoupled = "MLP gate, geometric 0.3, β 0.1 (2 seeds)", "decoupled MLP gate, geometric 0.3, β 0.1 (1 seed)"
+    fixed = "fixed prior, geometric 0.3 (2 seeds)"
+    assert [row[1:3] for row in rows] == [
+        [joint, "its own gate"],
+        [joint, "best fitted gate"],
+        [decoupled, "its own gate"],
+        [fixed, "best fitted gate"],
+        [fixed, "best single readout"],
+    ]
+    assert rows[2][-1] == ""
+    assert rows[0][-1] == "0.00"  # in these results a joint run and a decoupled one are the same recordings
+    assert rows[0][3] != rows[1][3]
+
+
+def test_panels_of_gates_say_whose_oracle_and_fixed_depth_they_show(results: Results) -> None:
+    def notes(name: str) -> list[str]:
+        """What each panel says in its corner."""
+        panels = [each for each in figure_of(PRODUCTS, results, name)["vconcat"][0]["concat"] if "title" in each]
+        rows = [[row for layer in each["layer"] for row in layer.get("data", {}).get("values", [])] for each in panels]
+        return [" ".join(row["text"] for row in reversed(found) if "text" in row) for found in rows]
+
+    fixed = [f"fixed, oracle, readouts: fixed prior, {prior}" for prior in ("uniform", "geometric 0.3")]
+    for name in ("gate_comparison", "linear_gate_comparison", "mlp_gate_comparison", "parity_frontiers", "teaser"):
+        found = notes(name)
+        assert found
+        assert all(any(text.startswith(each) for each in fixed) for text in found)
+    for name in ("posthoc_main", "posthoc_fixed", "posthoc_linear", "posthoc_mlp"):
+        assert all(text.startswith("fixed, oracle: this trajectory") for text in notes(name))
 
 
 def test_one_model_gives_what_it_can() -> None:

@@ -7,8 +7,9 @@ from pages import figure_of, table_of
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import Machine, ModelResult, QuestionBench, QuestionTiming, Results, Spread
+from loopscope.analysis.schema import Latency, Machine, ModelResult, PolicyLatency, Results, Spread
 from loopscope.paper.counterparts import OURO, PRODUCTS, on_paper_grid
+from loopscope.paper.ouro_tables import row_winners
 from loopscope.paper.published import published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
@@ -26,13 +27,13 @@ def source(model: str, benchmark: str, **changes: object) -> ModelRecordings:
     return ModelRecordings(f"{model}-{benchmark}", validation, test, gates=gates if benchmark == "arc_easy" else {})
 
 
-def timed(model: str, benchmark: str) -> QuestionBench:
+def timed(model: str, benchmark: str) -> Latency:
     def once(value: float) -> Spread:
         return Spread(value, value, value)
 
     ways = [("fixed", 4.0, 100.0, 1.0), ("gate", 2.0, 60.0, 1.5), ("kl", 2.5, 80.0, 1.25)]
-    policies = [QuestionTiming(name, None, 0.5, loops, once(time), once(speed), 0) for name, loops, time, speed in ways]
-    return QuestionBench(model, benchmark, 10, 4, Machine(1, 1, 8, once(1.0), [1.0]), policies)
+    policies = [PolicyLatency(name, None, 0.5, loops, once(time), once(speed), 0) for name, loops, time, speed in ways]
+    return Latency(model, benchmark, 10, 4, Machine(1, 1, 8, once(1.0), [1.0]), policies)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,16 @@ def test_figures_show_the_models_that_they_are_of(results: Results) -> None:
     assert titles("ouro_14b_frontiers") == ["ARC-Easy", "HellaSwag"]
     assert titles("benchmark_frontiers") == ["Ouro-2.6B-Thinking, ARC-Easy", "small-ouro, MMLU"]
     assert titles("refitted_frontiers") == ["Ouro-1.4B, ARC-Easy", "Ouro-2.6B-Thinking, ARC-Easy"]
+
+
+def test_figures_of_language_models_show_every_readout_that_wins_a_row(results: Results) -> None:
+    """The paper's winners, of which hidden cosine has most rows, and ours, on either grid."""
+    theirs = {"hidden_cosine", "hidden_change", "entropy", "top1", "margin"}
+    ours = {row[4] for row in rows(results, "ouro_summary")} | {row[2] for row in rows(results, "ouro_thinking")}
+    assert theirs | ours - {"gate"} <= set(row_winners(results))
+    for name in ("ouro_frontiers", "ouro_14b_frontiers", "benchmark_frontiers"):
+        text = str(figure_of(PRODUCTS, results, name))
+        assert all(f"'line': '{readout}'" in text for readout in row_winners(results))
 
 
 def test_results_say_what_they_are_of_and_read_back(results: Results, ungated: Results) -> None:

@@ -285,7 +285,7 @@ def test_a_recorded_signal_is_what_its_name_says_where_that_can_be_told(name: st
     rounded = ls.Trajectory(**kept, signals={name: expected.astype(np.float32)})
     assert ls.signal(name, rounded) == pytest.approx(expected, rel=1e-6, nan_ok=True)
     foreign = expected.copy()
-    foreign[7, 3] += 0.01
+    foreign[7, 3] -= 0.01
     with pytest.raises(ls.UserError, match=f"recorded signal '{name}' is not what the readout '{name}' makes of the"):
         ls.signal(name, ls.Trajectory(**kept, signals={name: foreign}))
     alone = ls.Trajectory(labels=whole.labels, predictions=whole.predicted, signals={name: foreign})

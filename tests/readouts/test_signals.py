@@ -29,6 +29,9 @@ def by_definition(name: str, tr: ls.Trajectory, row: int, t: int) -> float:
         case "gate":
             survive = np.prod([1 - 1 / (1 + np.exp(-g)) for g in tr.gate_logits[row, : t + 1]])
             return float(1 - survive) if t + 1 < tr.num_loops else 1.0
+        case "halting":
+            spent = sum(1 / (1 + np.exp(-g)) for g in tr.gate_logits[row, : t + 1])
+            return float(spent) if spent < 0.99 else 1.0
     if t == 0:
         return float("nan")
     match name:

@@ -198,7 +198,7 @@ def test_the_first_candidate_that_is_not_proven_is_the_last_that_is_run(recorded
     strict = RiskTarget(max_drop=0.2, confidence=0.9, loss="disagreement", readout="margin")
     found = recorded.live(tmp_path / "out", "propagate", strict, candidates=4)
     assert len(found.thresholds) <= found.contents.planned
-    p = candidate_p_values(found, strict, Proof("betting", 0))
+    p = candidate_p_values(found, strict, Proof(bound="betting", seed=0))
     assert (p[:-1] <= 0.1).all()
     assert len(found.thresholds) == found.contents.planned or p[-1] > 0.1
     assert (np.diff(found.loops.mean(axis=1)) < 0).all()  # from cautious to bold

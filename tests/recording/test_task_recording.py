@@ -9,6 +9,10 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
+from loopscope.certify.calibration import certify
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.engine.requests import task_requests
+from loopscope.engine.scheduler import compare_with_replay
 from loopscope.models.looped_model import LoopState
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
@@ -140,3 +144,36 @@ def test_a_model_in_memory_needs_no_labels_and_wrong_rows_are_explained(gated_ru
             ls.record_model(model, *given)
     with pytest.raises(ls.UserError, match="keep its logits"):
         ls.record_model(model, [[0, 1]], keep=Keep(logits=False))
+
+
+def test_a_model_is_recorded_deeper_and_less_deep_than_it_was_trained(gated_run: Path, tmp_path: Path) -> None:
+    """The loops that all have are the same. All that is left exits at the new last loop, live and in the replay."""
+    usual = record_task(gated_run, "validation", tmp_path / "usual", Keep(hidden=True))
+    assert record_task(gated_run, "validation", tmp_path / "usual", Keep(hidden=True), loops=3).provenance == (
+        usual.provenance
+    )
+    requests, model = list(task_requests(tiny_settings().task.split("validation"))), ls.load_model(gated_run)
+    for depth in (2, 5):
+        recording = record_task(gated_run, "validation", tmp_path / str(depth), Keep(hidden=True), loops=depth)
+        found = recording.provenance
+        assert (recording.num_loops, found["loops"], found["trained_loops"]) == (depth, depth, 3)
+        shared = min(depth, 3)
+        for name in ("logits", "hidden", "gate_logits"):
+            ours, theirs = getattr(recording, name), getattr(usual, name)
+            assert np.allclose(ours[:, :shared], theirs[:, :shared], atol=1e-6), name
+        halting = 1 / (1 + np.exp(-recording.gate_logits.astype(np.float64)))
+        left = np.cumprod(1 - halting[:, :-1], axis=1)  # the logit of the old last loop counts from here on
+        assert np.allclose(ls.signal("gate", recording)[:, :-1], 1 - left)
+        assert (ls.signal("gate", recording)[:, -1] == 1).all()
+        policy = certify(recording, RiskTarget(max_drop=0.9, confidence=0.5, readout="gate"))
+        assert policy.guarantee is not None
+        assert policy.guarantee.loops == depth
+        with pytest.raises(ls.UserError, match=f"calibrated for {depth} loops, and here full depth is 3"):
+            list(ls.run(model, policy, requests))
+        gate = ls.ExitPolicy("gate", float(np.median(ls.signal("gate", recording)[:, depth - 2])))
+        agreement = compare_with_replay(ls.run(model, gate, requests, num_loops=depth), gate, recording)
+        assert agreement.differing == 0
+        assert 1 <= agreement.average_loops <= depth
+    assert agreement.average_loops > 3
+    with pytest.raises(ls.UserError, match="another recording .of another number of loops"):
+        record_task(gated_run, "validation", tmp_path / "2", Keep(hidden=True), loops=5)

@@ -1,6 +1,7 @@
 """Figures: bands, lines that lie on each other, keys that can be read, full grids, and a column's width."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from pages import figure_of, of_seeds
 from simulated import pair
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
-from loopscope.analysis.schema import FrontierResult, Results
+from loopscope.analysis.schema import Binned, FrontierResult, Results
 from loopscope.readouts.readout import POST_HOC
-from loopscope.report.charts import frontiers, write_figure
-from loopscope.report.curves import MAX_KEY_ENTRIES, Line, Panel, chosen_lines
+from loopscope.report.charts import difficulty_chart, frontiers, write_figure
+from loopscope.report.curves import MAX_KEY_ENTRIES, Binning, Line, Panel, chosen_lines, continued
 from loopscope.report.figure_style import DARK, GREY, STYLES, looks_of, shades_of
 from loopscope.report.products import OVERVIEW
 
@@ -142,9 +143,30 @@ def test_a_key_has_eight_entries_says_what_is_left_out_and_has_whatever_was_chos
     assert (len(everything.panels[0].lines), everything.left_out) == (12, [])
 
 
+def test_a_chosen_line_is_drawn_though_it_lies_on_one_that_is_left_out() -> None:
+    """It stands for those that lie on it, the same one in every panel; nor is a gate of a figure on gates left out."""
+    many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
+    hidden = [line("r11", many[10].accuracy) if each.name == "r11" else each for each in many]
+    panels = [Panel("a", hidden, 4, 0.9, ("r11",)), Panel("b", hidden, 4, 0.9)]
+    drawn = chosen_lines(panels, [WHOLE, WHOLE])
+    assert drawn.merged == (("r11", "r10"),)
+    assert all("r11" in {each.name for each in panel.lines} for panel in drawn.panels)
+    assert "r10" not in drawn.left_out  # it is in the key, beside r11
+    gates = [line(f"gate, β {place}", many[place].accuracy) for place in range(10)]
+    shown = chosen_lines([Panel("a", [*many, *gates], 4, 0.9)], [WHOLE]).panels[0]
+    assert {each.name for each in gates} <= {each.name for each in shown.lines}
+
+
+def test_a_panel_says_what_its_lines_are_of() -> None:
+    panel = Panel("one", [line("fixed", [0.2, 0.4, 0.6, 0.8])], 4, 0.9, note="fixed: of the prior")
+    assert "fixed: of the prior" in str(drawn_on_page([panel])["vconcat"][0])
+
+
 def test_every_readout_has_a_mark_of_its_own_and_a_line_of_the_paper_always_the_same() -> None:
     """Where colours tell models apart, marks alone tell readouts apart; those of learned stoppers are hollow."""
     names = {*POST_HOC, "fixed", "gate", "oracle", "settling", "hidden_acceleration", "patience"}
+    drawn = [shape for _, shape in looks_of(names).values() if shape.startswith("M")]
+    assert all(shape.endswith("Z") for shape in drawn)  # marks are filled, and what is not closed has no area
     for own in (names, {"stopper:induction", "stopper:classifier"}):
         assert len({shape for _, shape in looks_of(own).values()}) == len(own)
     betas = [f"gate, β {beta:g}" for beta in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)]
@@ -185,14 +207,55 @@ def test_the_same_figure_as_png_pdf_and_svg(results: Results, tmp_path: Path, st
 def test_difficulties_share_a_short_key(results: Results) -> None:
     for name in ("forced_exits", "exit_distributions", "signals"):
         assert key_of(figure_of(OVERVIEW, results, name)) == ["1", "2", "3", "4"]
-    table = results.models[2].forced_accuracy_by_difficulty
-    repeated = {name: [getattr(table, name)[0]] * 30 for name in ("values", "low", "high", "counts")}
-    table = msgspec.structs.replace(table, levels=[float(level) for level in range(30)], **repeated)
-    many = msgspec.structs.replace(results.models[2], forced_accuracy_by_difficulty=table)
-    made = figure_of(OVERVIEW, msgspec.structs.replace(results, models=[*results.models[:2], many]), "forced_exits")
-    names = key_of(made)
-    assert (len(names), names[0], names[-1]) == (MAX_KEY_ENTRIES, "0", "29")
-    assert "8 of 30 difficulties" in foot_of(made)
+
+
+def by_levels(count: int, first: float = 1.0) -> Binned:
+    """Difficulties of 10, 20, ... examples, whose value at loop t is (level + t) / 100 within a hundredth."""
+    levels = [first + place for place in range(count)]
+    values = [[(level + loop) / 100 for loop in (1, 2, 3)] for level in levels]
+    low, high = ([[value + off for value in row] for row in values] for off in (-0.01, 0.01))
+    return Binned(levels, [10 * (place + 1) for place in range(count)], values, low, high)
+
+
+def test_many_difficulties_are_joined_until_their_lines_can_be_told_apart() -> None:
+    """Weighted by their examples; over seeds the band is that of the joined means."""
+    table = by_levels(24)
+    made = difficulty_chart([Binning("length", "accuracy", [table])])
+    assert made is not None
+    figure = made(STYLES["page"])
+    names = [f"{first} to {first + 2}" for first in range(1, 24, 3)]
+    assert key_of(figure) == names
+    assert "joined" in foot_of(figure)
+    (panel,) = (each for each in figure["vconcat"][0]["concat"] if "title" in each)
+    rows = {(row["level"], row["loop"]): row for row in panel["data"]["values"]}
+    assert len(rows) == 8 * 3
+    last = rows[23.0, 2]  # 22, 23 and 24
+    assert last["value"] == pytest.approx((220 * 24 + 230 * 25 + 240 * 26) / 690 / 100)
+    assert last["high"] - last["value"] == pytest.approx(0.01 * np.sqrt(220**2 + 230**2 + 240**2) / 690)
+    assert last["value"] - last["low"] == pytest.approx(last["high"] - last["value"])
+    other = msgspec.structs.replace(table, values=[[value + 0.1 for value in row] for row in table.values])
+    over = {(row["level"], row["loop"]): row for row in Binning("", "", [table, other]).rows(defaultdict(str))}
+    assert over[23.0, 2]["high"] - over[23.0, 2]["low"] == pytest.approx(0.1)
+    assert key_of(drawn_difficulties(Binning("", "", [by_levels(10)]))) == [str(level) for level in range(1, 11)]
+
+
+def drawn_difficulties(panel: Binning) -> dict[str, Any]:
+    made = difficulty_chart([panel])
+    assert made is not None
+    return made(STYLES["page"])
+
+
+@pytest.mark.parametrize(("known", "beyond"), [(5, 4), (7, 6), (10, 4), (11, 3), (40, 12)])
+def test_the_key_of_an_extrapolation_has_the_last_difficulty_of_training(known: int, beyond: int) -> None:
+    """And no line joins difficulties on both sides of it."""
+    table = continued(by_levels(known), by_levels(beyond, known + 1.0))
+    panel = Binning("", "", [table], trained=float(known))
+    names = key_of(drawn_difficulties(panel))
+    assert len([name for name in names if name.endswith(f"{known} (last of training)")]) == 1
+    assert len(names) <= 10
+    assert names[-1] == f"{known + beyond}"
+    assert {place for line in panel.difficulties for place in line.places} == set(range(known + beyond))
+    assert not [line for line in panel.difficulties if line.places[0] < known <= line.places[-1]]
 
 
 def luminance(colour: str) -> float:

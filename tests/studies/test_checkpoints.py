@@ -13,14 +13,14 @@ from conftest import GOLDEN, answers
 from tiny_study import changed, planned
 
 import loopscope as ls
-from loopscope.analysis.schema import Machine, QuestionBench, QuestionTiming, Spread
+from loopscope.analysis.schema import Latency, Machine, PolicyLatency, Spread
 from loopscope.cli import main
 from loopscope.models.checkpoint import read_config, save_model
 from loopscope.models.ouro import Ouro
 from loopscope.questions import BENCHMARKS
 from loopscope.studies.executors import do_step
 from loopscope.studies.plan import Plan
-from loopscope.studies.steps import Analyse, Fit, Join, Score, Step, Time
+from loopscope.studies.steps import Analyse, Fit, Join, Score, Step, TimeBenchmark
 
 OURO = "ouro"
 SMALL = """
@@ -65,7 +65,7 @@ def test_the_plan_of_the_ouro_study() -> None:
     count = Counter(type(step).__name__ for step in plan.steps)
     # four models on six benchmarks: validation and four parts of test; on five (MMLU has no training questions) the
     # train split and four gates; every model has a guarantee, four are timed
-    assert count == {"Score": 24 * 5 + 20, "Join": 24, "Fit": 20 * 4, "Certify": 24, "Analyse": 24, "Time": 16}
+    assert count == {"Score": 24 * 5 + 20, "Join": 24, "Fit": 20 * 4, "Certify": 24, "Analyse": 24, "TimeBenchmark": 16}
     assert [model.name for model in plan.models][:2] == ["Ouro-1.4B-mmlu", "Ouro-1.4B-arc_easy"]
     fitted = [step.on for step in plan.steps if isinstance(step, Fit)]
     assert {(on.split, on.limit, on.hidden) for on in fitted if isinstance(on, Score)} == {("train", 2000, True)}
@@ -95,20 +95,20 @@ def test_addresses_change_with_what_makes_a_recording_and_with_nothing_else(smal
     assert len(keys(plan_of(small), Score) & keys(plan, Score)) == 3  # those of MMLU
     one = plan_of(small, benchmarks=["mmlu"])
     assert [model.name for model in one.models] == ["mine-mmlu"]
-    assert not keys(one, Time)
+    assert not keys(one, TimeBenchmark)
 
 
 def timed(
     checkpoint: Any, benchmark: str, policies: list[ls.ExitPolicy], recorded: ls.Trajectory, **more: Any
-) -> QuestionBench:
+) -> Latency:
     """Stands in for the clock: what a machine without overhead would take."""
     once = [Spread(value, value, value) for value in (100.0, 1.0)]
     ways = []
     for policy in policies:
         loops = float(policy.exit_loops(recorded).mean())
         speed = Spread(4 / loops, 4 / loops, 4 / loops)
-        ways.append(QuestionTiming(policy.readout, policy.threshold, 0.5, loops, once[0], speed, 0))
-    return QuestionBench("", benchmark, more["questions"], 4, Machine(1, 1, 8, once[1], [1.0]), ways)
+        ways.append(PolicyLatency(policy.readout, policy.threshold, 0.5, loops, once[0], speed, 0))
+    return Latency("", benchmark, more["questions"], 4, Machine(1, 1, 8, once[1], [1.0]), ways)
 
 
 def test_from_recordings_to_the_paper_s_tables(

@@ -114,7 +114,7 @@ class Failing(Step, frozen=True):
 
 def test_a_step_without_room_fails_alone_and_a_bug_ends_all(tmp_path: Path) -> None:
     step, bug = Failing(is_large=True), Failing(is_large=False)
-    work = StudyWork([step, bug], tmp_path, "cpu", 1, silent)
+    work = StudyWork([step, bug], tmp_path, ["cpu"], 1, silent)
     with pytest.raises(ls.UserError, match="not enough memory for it on cpu") as failed:
         do_step(step, tmp_path, "cpu")
     work.end(step, failed.value)  # noted, not raised: others go on
@@ -130,7 +130,7 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
     out = ["--out", str(tmp_path / "x")]
     (tmp_path / "file").write_text("mine")
     for words, told in (
-        (["run", "nowhere.toml", *out], "There is no file nowhere.toml; give a TOML file, or one of: demo"),
+        (["run", "nowhere.toml", *out], "There is no file nowhere.toml; give a TOML file, or one of: channels, demo"),
         (["report", str(TINY), *out], "Nothing of this study is analysed yet"),
         (["run", "paper", *out], "start it anyway with --force"),
         (["run", str(TINY), *out, "--device", "foo"], "There is no device 'foo'"),

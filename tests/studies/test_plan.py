@@ -1,16 +1,18 @@
 """Plans of studies: by what makes what, with names in a folder that no other study takes over."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-from tiny_study import GATE, TINY, changed, finished, one_run, planned
+from pretended_device import pretended_device
+from tiny_study import GATE, TINY, changed, finished, one_run, planned, timed_runs
 
 import loopscope as ls
 from loopscope.cli import main
 from loopscope.studies.executors import do_step
 from loopscope.studies.plan import Plan
-from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, Train, to_be_done
+from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, TimeTask, Train, Transfer, to_be_done
 
 __all__ = ["finished"]
 
@@ -44,6 +46,26 @@ def test_a_plan_names_every_run_in_80_columns(
     assert all(model.name in out.partition("measured against")[2] for model in models if model.analysis.is_reference)
 
 
+def test_the_time_of_a_study_is_that_of_gpus_where_no_cpu_trains_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(study: str | Path, *words: str) -> str:
+        assert main(["study", "plan", str(study), "--store", str(tmp_path), *words]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    whole = "5,160,000 training steps are to be done: 36.5 EFLOP"
+    assert f"{whole}, about 254 GPU hours at 40 TFLOP/s." in said("paper", "--tflops", "40")
+    assert f"{whole}, about 81 to 254 GPU hours at 125 to 40 TFLOP/s, which is an estimate" in said("paper")
+    training = json.loads(said("paper", "--tflops", "80", "--json"))["training"]
+    assert training["steps"] == 129 * 40_000
+    assert training["flop"] == pytest.approx(111 * 0.261e18 + 18 * 0.4205e18, rel=1e-3)
+    assert training["gpu_hours"] == pytest.approx(training["flop"] / 80e12 / 3600)
+    assert "of this machine's CPU" in said(TINY)
+    with pretended_device():
+        measured = said(TINY, "--device", "cuda:0", "--set", "training.bf16=false")
+    assert re.search(r"GPU hours at the \S+ TFLOP/s measured on cuda:0", measured)
+
+
 def test_a_change_reaches_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
     plan = planned(TINY)
     targets = planned(changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]"))
@@ -59,6 +81,17 @@ def test_a_change_reaches_what_depends_on_it_and_nothing_else(tmp_path: Path) ->
     assert len(keys(steps, Train) & keys(plan, Train)) == 4
     assert not keys(planned(TINY, "training.batch_size=7"), Train) & keys(plan, Train)
     assert not keys(planned(TINY, arithmetic="cpu, 2 threads"), Train) & keys(plan, Train)
+
+
+def test_runs_are_timed_by_how_they_were_trained(tmp_path: Path) -> None:
+    plan, text = planned(timed_runs(tmp_path)), timed_runs(tmp_path).read_text()
+    timings = [model.timing for model in plan.models]
+    assert [timing and timing.of for timing in timings] == [model.training for model in plan.models]  # of both seeds
+    untimed = changed(tmp_path, 'latency = [{ gate = "none", prior = 0.3 }]\n', "", text)
+    assert keys(plan, Step) - keys(plan, TimeTask) == keys(planned(untimed), Step)
+    gated = changed(tmp_path, 'latency = [{ gate = "none"', 'latency = [{ gate = "mlp"', text)
+    with pytest.raises(ls.UserError, match="gate = 'mlp', prior = 0.3, and no run of the part is trained so"):
+        planned(gated)
 
 
 def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
@@ -139,3 +172,37 @@ def test_a_study_with_other_settings_takes_another_folder(
     (own / "config.json").write_text("{}")
     with pytest.raises(ls.UserError, match="is a run of its own"):
         planned(TINY).check_folder(tmp_path / "x")
+
+
+def test_rules_are_transferred_between_the_runs_that_a_study_lists(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step a run, which reads recordings and gates alone; what was refused is said in the table."""
+    store, listed = finished / "store", ["mano-geometric0.3-fixed-s0", "mano-geometric0.3-fixed-s1"]
+    others = [*listed, "parity-uniform-fixed-s0"]
+
+    def study(*names: str) -> Path:
+        return changed(tmp_path, 'title = "Tiny"', f'title = "Tiny"\ntransfer = {json.dumps(names)}')
+
+    plan = planned(study(*others))
+    steps = to_be_done([step for model in plan.models for step in model.goals], store)
+    assert [step.kind for step in steps] == ["transfer"] * 3
+    assert not any(isinstance(need, Analyse) for step in steps for need in step.needs)
+    assert plan.results(store).transfer == []
+    for step in steps[:2]:
+        do_step(step, store, "cpu")
+    found = plan.results(store).transfer
+    assert {(each.fitted_on, each.stops) for each in found} == {(a, b) for a in listed for b in others}
+    readouts = {each.readout for each in found if each.fitted_on == listed[0]}
+    assert {"gate:linear-ponder", "gate:linear-utility"} < readouts
+    refused = {each.refused for each in found if each.stops == others[-1] and each.readout.startswith("gate:")}
+    assert all("keeps none; record it with --hidden" in sentence or "No verdict" in sentence for sentence in refused)
+    assert len(to_be_done([step for model in plan.models for step in model.goals], store)) == 1
+    assert not keys(planned(study(*listed)), Transfer) & keys(plan, Transfer)  # onto others
+    assert keys(planned(study("mano-*-fixed-*", others[-1])), Transfer) == keys(plan, Transfer)
+    words = ("--out", str(finished / "tiny"), "--store", str(store), "--product", "transfer")
+    assert main(["study", "report", str(study(*others)), *words]) == 0
+    assert "Rules across trajectories" in capsys.readouterr().out
+    for names, sentence in (([*listed, "nothing"], "transfers 'nothing'"), (listed[:1], "list two runs or more")):
+        with pytest.raises(ls.UserError, match=sentence):
+            planned(study(*names))

@@ -1,13 +1,20 @@
 """A study on Ray: the same bytes as on one machine, also when a node dies while it runs."""
 
+import json
+import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tiny_study import Waiting
 
+import loopscope
 from loopscope.cli import main
+from loopscope.progress import silent
+from loopscope.studies import executors
 
 TINY = Path(__file__).parent / "tiny.toml"
 LONGER = ["--set", "training.steps=150", "--set", "training.checkpoint_every=10", "--set", "training.log_every=5"]
@@ -35,6 +42,22 @@ def test_a_ray_of_its_own_gives_the_same_bytes(local: bytes, tmp_path: Path) -> 
     command = [sys.executable, "-m", "loopscope.cli", *words(tmp_path, "--engine", "ray")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     assert results(tmp_path) == local
+
+
+@pytest.mark.long
+def test_what_is_timed_on_ray_is_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    places = [Path(__file__).parent, Path(loopscope.__file__).parents[1]]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
+    together, submit = list[int](), executors._await_on_ray
+    monkeypatch.setattr(
+        executors, "_await_on_ray", lambda ray, some, work: (together.append(len(some)), submit(ray, some, work))
+    )
+    steps = [Waiting(number=number) for number in range(3)]
+    executors._run_on_ray([*steps], executors.StudyWork([*steps], tmp_path, ["cpu"], 1, silent), None, alone=True)
+    assert together == [1, 1, 1]
+    spans = sorted(json.loads((step.folder(tmp_path) / "span.json").read_bytes()) for step in steps)
+    assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 @pytest.mark.long

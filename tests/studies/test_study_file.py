@@ -7,6 +7,7 @@ import pytest
 from tiny_study import TINY, changed, one_run, planned
 
 import loopscope as ls
+from loopscope.config import plain
 from loopscope.studies.study_file import expand_study
 
 
@@ -27,7 +28,13 @@ from loopscope.studies.study_file import expand_study
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "does not list 'final'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
-        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "act need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]', 'objective = ["random_depth"]\ngate_weight = [0.5]', "without a list of objectives"),
+        ('gate = ["none", "mlp"]', 'objective = ["gate_channels"]', "does not list 'gate_channels'"),
+        ('prior = ["uniform"]', 'prior = ["unifrom"]', "there is no prior 'unifrom'"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["act"]\nprior = [0.3]', "act has no prior"),
+        ('prior = ["uniform"]', 'prior = ["nowhere:f"]', "There is no module 'nowhere'"),
+        ('gate = ["none", "mlp"]', "gate_weight = [1.5]", "expected a number <= 1"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "max_drop: expected a number < 1"),
         ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
@@ -63,6 +70,57 @@ def test_gates_that_are_trained_apart(tmp_path: Path) -> None:
     study.write_text(study.read_text().replace('reference = { gate = "none"', 'reference = { gate = "linear"'))
     with pytest.raises(ls.UserError, match="not among its runs with seed 0"):
         planned(study)
+
+
+def test_the_channels_of_a_gate_are_lists(tmp_path: Path) -> None:
+    """Every run once, under names that tell them apart; joint training and a decoupled gate keep theirs."""
+    entry = """[[parts.runs]]
+gate = ["none", "mlp"]
+prior = [0.3]
+gate_weight = [0, 0.25, 1]
+gate_gradient = [0, 1]
+"""
+    study = one_run(tmp_path, entry)
+    text = study.read_text()
+    study.write_text(text[: text.index("[[parts.runs]]")] + entry)
+    ((*runs,),) = expand_study(str(study)).runs
+    assert [run.name.removeprefix("mano-geometric0.3-") for run in runs] == [
+        "fixed-s0",
+        "decoupled-mlp-b0.1-s0",
+        *("mlp-w0-g1-b0.1-s0", "mlp-w0.25-g0-b0.1-s0", "mlp-w0.25-g1-b0.1-s0", "mlp-w1-g0-b0.1-s0", "mlp-b0.1-s0"),
+    ]
+    assert [run.settings.objective.channels for run in runs[1:]] == [*product((0, 0.25, 1), (0, 1))]
+    assert len(planned(study).models) == 7
+    study.write_text(
+        study.read_text() + '\n[[parts.runs]]\nobjective = ["decoupled_gate"]\ngate = ["mlp"]\nprior = [0.3]\n'
+    )
+    with pytest.raises(ls.UserError, match=r"lists the run '.*decoupled-mlp-b0\.1-s0' twice"):
+        planned(study)
+
+
+def test_priors_of_one_s_own_and_act_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "priors_of_a_study.py").write_text("def late(loops, step, steps):\n    return [0.0, 0.25, 0.75]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = """[[parts.runs]]
+prior = [0.3, "priors_of_a_study:late", [0.5, 0.25, 0.25]]
+
+[[parts.runs]]
+objective = ["act"]
+gate = ["linear", "mlp"]
+beta = [0.01]
+"""
+    study = one_run(tmp_path, entry)
+    text = study.read_text()
+    study.write_text(text[: text.index("[[parts.runs]]")].replace("reference", "# reference") + entry)
+    ((*runs,),) = expand_study(str(study)).runs
+    assert [run.name for run in runs] == [
+        *("mano-geometric0.3-fixed-s0", "mano-late-fixed-s0", "mano-weights0.5_0.25_0.25-fixed-s0"),
+        *("mano-act-linear-b0.01-s0", "mano-act-mlp-b0.01-s0"),
+    ]
+    late, weights, act = (run.settings.objective for run in (*runs[1:3], runs[4]))
+    assert (late.prior, weights.prior) == ("priors_of_a_study:late", (0.5, 0.25, 0.25))
+    assert late.prior_sha256
+    assert plain(act) == {"name": "act", "beta": 0.01}
 
 
 @pytest.mark.parametrize("name", ["mano", "paper"])

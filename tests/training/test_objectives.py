@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,13 @@ from conftest import tiny_settings
 from hypothesis import given, settings
 from torch import Tensor
 
+import loopscope as ls
+from loopscope.readouts.signals import HALTED
 from loopscope.training.objectives import (
     LoopLosses,
+    LossFunction,
     Unrolling,
+    act_weights,
     depth_kl,
     depth_prior,
     draw_unrolling,
@@ -104,14 +109,15 @@ def test_objectives_by_hand() -> None:
     assert torch.isfinite(objective_loss(objective, torch.ones(24, 2), torch.zeros(24, 2)))
 
 
-def decoupled_gradients(objective: Objective, detached: bool = False) -> dict[str, Tensor]:
+def decoupled_gradients(objective: Objective | LossFunction, detached: bool = False) -> dict[str, Tensor]:
     """Of the first batch, on the first model of a run with a decoupled gate."""
     run = tiny_settings("objective.name=decoupled_gate", "model.gate=mlp")
     model = initial_model(run)
     losses, _, gate_logits, apart = AnswerLosses(model)(training_batches(run)(0), CPU)
     if detached:
         losses, gate_logits = losses.detach(), apart
-    load_objective(objective, 0)(LoopLosses(losses, gate_logits, 0, apart)).backward()  # type: ignore[no-untyped-call]
+    minimised = load_objective(objective, 0) if isinstance(objective, Objective) else objective
+    minimised(LoopLosses(losses, gate_logits, 0, apart)).backward()  # type: ignore[no-untyped-call]
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
@@ -126,6 +132,108 @@ def test_the_trunk_has_the_fixed_prior_s_gradients_and_a_decoupled_gate_the_join
     for name, value in {**trunk, **gate}.items():
         assert value.abs().max() > 0
         assert torch.equal(gradients[name], value), name
+
+
+def of_channels(weight: float, gradient: float) -> dict[str, Tensor]:
+    return decoupled_gradients(Objective(name="gate_channels", gate_weight=weight, gate_gradient=gradient, beta=0.3))
+
+
+@settings(max_examples=100)
+@given(logits)
+def test_the_weights_of_act_are_a_distribution_and_its_cost_is_n_and_the_remainder(values: list[float]) -> None:
+    gates = torch.tensor(values)[:, None].expand(-1, 3).clone().requires_grad_()
+    weights, cost = act_weights(gates)
+    assert (weights >= 0).all()
+    assert weights.sum(0).tolist() == pytest.approx([1] * 3, abs=1e-6)
+    halts, spent = torch.sigmoid(gates[:, 0]).tolist(), 0.0
+    for loop, halt in enumerate(halts, start=1):
+        if float(np.float32(1) - np.float32(1 - spent) + np.float32(halt)) >= HALTED or loop == len(halts):
+            break
+        spent += halt
+    assert cost.tolist() == pytest.approx([loop + 1 - spent] * 3, abs=1e-5)
+    assert (weights[loop:] == 0).all()
+    losses = torch.linspace(2, 0.1, len(values))[:, None].expand(-1, 3)
+    objective_loss(Objective(name="act"), losses, gates).backward()  # type: ignore[no-untyped-call]
+    assert gates.grad is not None
+    assert torch.isfinite(gates.grad).all()
+
+
+def test_act_by_hand() -> None:
+    """sigmoid(0) = 1/2, sigmoid(-log 3) = 1/4, sigmoid(log 999) = 0.999."""
+    half, quarter, all_of_it = 0.0, -math.log(3), math.log(999)
+    gates = torch.tensor([[quarter, all_of_it, quarter], [half, half, quarter], [half, half, quarter]]).requires_grad_()
+    weights, cost = act_weights(gates)
+    expected = [[0.25, 1, 0.25], [0.5, 0, 0.25], [0.25, 0, 0.5]]  # the last loop weighs what is left
+    assert weights.tolist() == [pytest.approx(row) for row in expected]
+    assert cost.tolist() == pytest.approx([3.25, 2, 3.5])
+    losses = torch.tensor([[3.0, 3.0, 3.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
+    loss = objective_loss(Objective(name="act", beta=0.1), losses, gates)
+    assert loss.item() == pytest.approx((2.0 + 0.325 + 3 + 0.2 + 1.75 + 0.35) / 3)
+    loss.backward()  # type: ignore[no-untyped-call]
+    slopes = [0.25 * 0.75 * (2 - 0.1) / 3, 0.5 * 0.5 * (1 - 0.1) / 3]  # (l_t - l_N - beta) h (1 - h), of three rows
+    assert gates.grad is not None
+    assert gates.grad[:, 0].tolist() == pytest.approx([*slopes, 0])
+    assert gates.grad[:, 1].tolist() == [0, 0, 0]  # it halts at once, and N has no gradient
+
+
+@pytest.mark.parametrize("name", ["fixed_prior", "learned_gate", "decoupled_gate", "gate_channels", "random_depth"])
+def test_weights_of_a_prior_are_those_of_the_prior_that_has_them(name: str) -> None:
+    geometric = Objective(name=name, geometric_lambda=0.3, **({"gate_weight": 0.5} if name == "gate_channels" else {}))  # type: ignore[arg-type]
+    listed = msgspec.structs.replace(geometric, prior=tuple(geometric_prior(0.3, 3).tolist()))
+    losses, gates = torch.rand(3, 5), torch.rand(3, 5)
+    found, expected = (objective_loss(each, losses, gates, gates) for each in (listed, geometric))
+    assert torch.equal(found, expected)
+    drawn = [[draw_unrolling(each, 3, 1, step) for step in range(20)] for each in (listed, geometric)]
+    assert drawn[0] == drawn[1]
+    assert expected_loops(listed, 3) == expected_loops(geometric, 3)
+    assert name == "random_depth" or found.item() > 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), loops)
+def test_only_distributions_over_all_loops_are_priors(weights: list[float], count: int) -> None:
+    total = math.fsum(weights)
+    listed = tuple(weight / total for weight in weights) if total > 0.1 else (1.0,)
+    objective = Objective(prior=listed)
+    if len(listed) == count:
+        assert depth_prior(objective, count).tolist() == list(listed)
+    else:
+        with pytest.raises(ls.UserError, match=f"it must give {count} weights, one for each loop, that are not neg"):
+            depth_prior(objective, count)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_each_channel_has_its_share_of_the_trunk_s_gradient_and_none_of_the_gate_s(
+    weight: float, gradient: float
+) -> None:
+    """From the decoupled gate to joint training, whose two channels add up; the gate learns the same everywhere."""
+    found, apart, joint = of_channels(weight, gradient), of_channels(0, 0), of_channels(1, 1)
+    weighed, reached = of_channels(1, 0), of_channels(0, 1)
+    for name, value in found.items():
+        if name.startswith("gate."):
+            assert torch.allclose(value, joint[name], rtol=1e-4, atol=1e-7), name
+            continue
+        by_weight, by_gradient = weighed[name] - apart[name], reached[name] - apart[name]
+        assert min(by_weight.abs().max(), by_gradient.abs().max()) > 1e-6
+        assert torch.allclose(value, apart[name] + weight * by_weight + gradient * by_gradient, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(joint[name], apart[name] + by_weight + by_gradient, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("gradient", [0, 1])
+def test_one_channel_alone_to_the_bit(gradient: int) -> None:
+    """Written with the objectives that there were before: the fixed prior with a gate, and weights that are held."""
+
+    def by_hand(loops: LoopLosses) -> Tensor:
+        losses, read = loops.cross_entropy, loops.gate_logits if gradient else loops.detached_gate_logits
+        assert loops.gate_logits is not None
+        trunk = objective_loss(Objective(), losses, None)
+        if not gradient:
+            trunk = objective_loss(Objective(name="learned_gate", beta=0), losses, loops.gate_logits.detach())
+        return trunk + objective_loss(Objective(name="learned_gate", beta=0.3), losses.detach(), read)
+
+    found, expected = of_channels(1 - gradient, gradient), decoupled_gradients(by_hand)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("prior", ["uniform", "geometric"])

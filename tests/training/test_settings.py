@@ -7,7 +7,7 @@ import pytest
 from conftest import tiny_language_run, tiny_settings
 
 import loopscope as ls
-from loopscope.config import plain
+from loopscope.config import build, plain
 from loopscope.training.settings import Objective, read_settings
 
 RANDOM = "objective.name=random_depth"
@@ -33,7 +33,18 @@ def test_built_in_runs_are_what_they_were() -> None:
         (["objective.truncated=2"], "truncated needs the objective random_depth, and this is 'fixed_prior'"),
         ([RANDOM, "objective.truncated=0"], "truncated"),
         ([RANDOM, "model.gate=linear"], "model.gate = 'none'"),
-        (["objective.name=decoupled_gate"], "learned_gate and decoupled_gate need model.gate = 'linear' or 'mlp'"),
+        (["objective.name=decoupled_gate"], "gate_channels and act need model.gate = 'linear' or 'mlp'"),
+        (["objective.name=learned_gate", "objective.gate_weight=1"], "gate_weight needs the objective gate_channels"),
+        (["objective.name=gate_channels", "objective.gate_gradient=1.5"], "gate_gradient: expected a number <= 1"),
+        (["objective.prior=geometri"], "no prior 'geometri' (did you mean 'geometric'?); choose uniform or geometric,"),
+        (["objective.prior=[0.5, 0.4]"], "the weights of prior add up to 0.9; make it 1"),
+        (["objective.prior=[]"], "the weights of prior add up to 0; make it 1"),
+        (["objective.prior=[1.5, -0.5]"], "prior"),
+        (["objective={name='learned_gate', prior=[1, 0]}"], "has a KL to its prior, so no weight of prior may be 0"),
+        (["objective.prior=[0.5, 0.5]", "objective.geometric_lambda=0.5"], "geometric_lambda needs the prior"),
+        (["objective.prior_sha256=ab"], "prior_sha256 needs a prior of your own"),
+        (["objective={name='act', prior='uniform'}"], "prior needs the objective final or fixed_prior"),
+        (["objective=act"], "need model.gate = 'linear' or 'mlp'"),
         (["training.learning_rate=1e-6"], "min_learning_rate is above learning_rate"),
     ],
 )
@@ -55,6 +66,18 @@ def test_settings_that_cannot_be_are_explained(overrides: list[str], words: str)
 def test_language_settings_that_cannot_be_are_explained(tmp_path: Path, override: str, told: str) -> None:
     with pytest.raises(ls.UserError, match=told):
         tiny_language_run(tmp_path, override)
+
+
+def test_the_corners_of_gate_channels_are_the_objectives_of_these_names() -> None:
+    def plainly(**shares: float) -> dict[str, object]:
+        return plain(Objective(name="gate_channels", **shares))  # type: ignore[arg-type, no-any-return]
+
+    assert plainly() == plainly(gate_weight=1, gate_gradient=1) == plain(Objective(name="learned_gate"))
+    assert plainly(gate_weight=0, gate_gradient=0) == plain(Objective(name="decoupled_gate"))
+    between = plainly(gate_weight=0.5)
+    assert between == plainly(gate_weight=0.5, gate_gradient=1)
+    assert (between["name"], between["gate_weight"], between["gate_gradient"]) == ("gate_channels", 0.5, 1)
+    assert build(Objective, between, "it") == Objective(name="gate_channels", gate_weight=0.5)
 
 
 def test_the_short_form_is_a_table_with_a_name(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from loopscope.training.objectives import LoopLosses, draw_unrolling, objective_
 from loopscope.training.settings import Objective, read_settings
 from loopscope.training.task_run import TaskRun, initial_model, train, training_batches
 
+BETWEEN = ["objective.name=gate_channels", "objective.gate_weight=0.5", "objective.gate_gradient=0.25"]
 DECOUPLED = ["objective.name=decoupled_gate", "model.gate=mlp"]
 RANDOM = ["objective.name=random_depth", "objective.truncated=1"]
 CPU = torch.device("cpu")
@@ -98,7 +99,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         assert not (tmp_path / str(number) / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("changes", [["objective.name=final"], RANDOM, DECOUPLED], ids=["final", "random", "decoupled"])
+@pytest.mark.parametrize(
+    "changes",
+    [["objective.name=final"], RANDOM, DECOUPLED, [*BETWEEN, "model.gate=mlp"], ["objective=act", "model.gate=mlp"]],
+    ids=["final", "random", "decoupled", "between", "act"],
+)
 def test_an_objective_validates_every_loop_and_interrupted_ends_bit_identical(
     changes: list[str], tmp_path: Path
 ) -> None:
@@ -142,6 +147,19 @@ def test_a_decoupled_run_s_trunk_is_the_fixed_prior_s_to_the_bit(gate: str, muon
     assert len(moved) == {"linear": 2, "mlp": 4}[gate]
 
 
+def test_the_corners_train_to_the_bytes_of_their_names_and_all_others_start_as_the_fixed_prior(tmp_path: Path) -> None:
+    def trained(name: str, *changes: str) -> Path:
+        return train(tiny_settings(*CLIPPED, "model.gate=mlp", *changes), tmp_path / name).folder
+
+    for name, share in (("learned_gate", 1), ("decoupled_gate", 0)):
+        shares = [f"objective.gate_weight={share}", f"objective.gate_gradient={share}"]
+        corner = trained(f"{name}-corner", BETWEEN[0], *shares)
+        assert contents(corner) == contents(trained(name, f"objective.name={name}"))
+    between, fixed = (initial_model(tiny_settings(*changes)) for changes in ([*BETWEEN, "model.gate=mlp"], []))
+    started = between.state_dict()
+    assert all(torch.equal(value, started[name]) for name, value in fixed.state_dict().items())
+
+
 def with_decoupled_gate(loops: LoopLosses, beta: float = 0.1) -> Tensor:
     """The built-in one, as a function of the user's."""
     fixed, gate = Objective(name="fixed_prior"), Objective(name="learned_gate", beta=beta)
@@ -164,6 +182,10 @@ def test_an_objective_has_a_label_and_a_fitted_gate_takes_over_its_beta() -> Non
     assert model_label({"run": plain(decoupled)}, "x") == "decoupled MLP gate, geometric 0.3, β 0.2"
     assert model_label({"run": plain(drawn)}, "x") == "random depth, geometric 0.3, truncated 1"
     assert host_defaults(decoupled.objective)["beta"] == 0.2
+    between = tiny_settings(*BETWEEN, "model.gate=linear")
+    label = "linear gate (weight 0.5, gradient 0.25), geometric 0.3, β 0.1"
+    assert model_label({"run": plain(between)}, "x") == label
+    assert host_defaults(between.objective)["beta"] == 0.1
 
 
 def test_a_run_too_big_for_the_machine_says_so() -> None:

@@ -22,11 +22,15 @@ LONGER = ["training.steps=60", "training.checkpoint_every=7", "training.log_ever
 RUN = [*TINY, *GATED, *LONGER]
 
 
-def test_killed_once(tmp_path: Path) -> None:
-    kill_after_first_checkpoint(tmp_path / "cut", RUN)
+BETWEEN = [*TINY, *LONGER, "model.gate=mlp", 'objective={name="gate_channels", gate_weight=0.7, gate_gradient=0.3}']
+
+
+@pytest.mark.parametrize("changes", [RUN, BETWEEN], ids=["joint", "between"])
+def test_killed_once(changes: list[str], tmp_path: Path) -> None:
+    kill_after_first_checkpoint(tmp_path / "cut", changes)
     assert 0 < steps_done(tmp_path / "cut") < 60
     for name in ("cut", "whole"):
-        train("demo", tmp_path / name, overrides=RUN)
+        train("demo", tmp_path / name, overrides=changes)
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 

@@ -8,17 +8,21 @@ example moves to a later loop at T - 1 of the thresholds, and a running sum give
 more than a coarse one. The same seed and the same units give the same resamples, so two readouts, or two models on the
 same examples, are compared pairwise.
 
-Shapes: R resamples, N examples, U units, G thresholds, T loops.
+Of more than `MAX_UNITS` units, groups are resampled in their place: about as many in each, drawn by lot. The sums of
+such groups scatter as those of single units would, so intervals are as wide, and a resample costs the same however many
+examples there are.
+
+Shapes: R resamples, N examples, U units (or groups of them), G thresholds, T loops, K sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
+from scipy.stats import binomtest
 
 from loopscope.frontier import crossings, laxest_first
 from loopscope.trajectory import Trajectory
@@ -30,10 +34,18 @@ LEVEL = 0.95
 ENOUGH = 0.95
 """A number is compared, or given an interval, where at least this share of the resamples have it."""
 RESAMPLES = 1000
+MAX_UNITS = 1 << 15
+"""More units than this are resampled in groups."""
+_GROUPS = 1 << 14
+MIN_UNITS = 30
+"""Of fewer test examples than this (sequences, distinct inputs) resamples say nothing."""
 _SEED = 0
 _CHUNK = 50
-_MOST_KEPT = 1 << 25
-"""The largest table of counts that is kept between calls, in bytes: 33,000 examples at 1,000 resamples."""
+_MOST_KEPT = 1 << 28
+"""Counts that are kept between calls, in bytes: eight times those of `MAX_UNITS` units at 1,000 resamples."""
+_kept: dict[tuple[int, int], tuple[NDArray[np.uint8], ...]] = {}
+_DENSE = 1 / 32
+"""From this share of numbers on that are not 0, a sparse matrix multiplies more slowly than a dense one."""
 _ROUNDING = 1e-10
 """Shares of examples that differ by less are equal."""
 
@@ -41,16 +53,30 @@ _ROUNDING = 1e-10
 def resampled_sums(
     contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, units: Units = None
 ) -> Sums:
-    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows)."""
-    if units is not None:
-        ones = np.ones(len(units), dtype=np.float32)
-        contributions = cast("csr_array", csr_array((ones, (units, np.arange(len(units))))) @ contributions)
+    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows).
+
+    Of many units the number of those in a resample varies a little: divide by it, as `resampled_means` does.
+    """
+    drawn = _drawn_together(contributions.shape[0], units)
+    if drawn is not None:
+        ones = np.ones(len(drawn), dtype=np.float32)
+        contributions = cast("csr_array", csr_array((ones, (drawn, np.arange(len(drawn))))) @ contributions)
+    if isinstance(contributions, csr_array) and contributions.nnz > _DENSE * np.prod(contributions.shape):
+        contributions = contributions.toarray()
     rows = contributions.shape[0]
-    draws = _kept_counts if rows * resamples <= _MOST_KEPT else _counts
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
-    for counts in draws(rows, resamples):
+    for counts in _kept_counts(rows, resamples):
         sums.append((counts.astype(np.float32) @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
+
+
+def _drawn_together(rows: int, units: Units) -> Units:
+    """[N] the unit of every row, or the group of its unit where units are many; None if rows are drawn one by one."""
+    count = rows if units is None else int(units.max()) + 1
+    if count <= MAX_UNITS:
+        return units
+    groups = np.random.default_rng(_SEED).permutation(count) % _GROUPS
+    return groups if units is None else groups[units]
 
 
 def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
@@ -62,10 +88,15 @@ def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
         yield np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.uint8)
 
 
-@lru_cache(maxsize=8)
-def _kept_counts(rows: int, resamples: int) -> tuple[NDArray[np.uint8], ...]:
-    """The same counts, kept: every readout, grid and mean of a model is resampled alike."""
-    return tuple(_counts(rows, resamples))
+def _kept_counts(rows: int, resamples: int) -> Iterable[NDArray[np.uint8]]:
+    """The same counts, kept where there is room: every readout, grid and mean of a model is resampled alike."""
+    if rows * resamples > _MOST_KEPT:
+        return _counts(rows, resamples)
+    if (rows, resamples) not in _kept:
+        while sum(units * draws for units, draws in _kept) + rows * resamples > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+        _kept[rows, resamples] = tuple(_counts(rows, resamples))
+    return _kept[rows, resamples]
 
 
 def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, units: Units = None) -> Sums:
@@ -127,6 +158,22 @@ def estimate(values: Sums) -> Estimate:
     return Estimate(float(values[0]), bounds.low, bounds.high)
 
 
+def widened(bootstrap: Estimate, difference: NDArray[Any], units: Units, fewer_than: float = np.inf) -> Estimate:
+    """The interval, at least as wide as the exact one of a sign test on the units that differ.
+
+    Where few differ, they can all happen to lie on one side, and resamples of them then always do. A sign test knows no
+    sizes, so loops, which differ in theirs, are widened only if `fewer_than` so many differ.
+    """
+    nets = difference if units is None else np.bincount(units, difference)
+    higher, differing = int((nets > 0).sum()), int((nets != 0).sum())
+    if not 0 < differing < fewer_than:
+        return bootstrap
+    exact = binomtest(higher, differing).proportion_ci(LEVEL)
+    scale = float(np.abs(nets).sum()) / len(difference)
+    low, high = ((2 * share - 1) * scale for share in (exact.low, exact.high))
+    return Estimate(bootstrap.value, min(low, bootstrap.low), max(high, bootstrap.high))
+
+
 @dataclass(frozen=True)
 class Curves:
     """A frontier, resampled, at every threshold."""
@@ -140,8 +187,16 @@ class Curves:
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
-        depth = np.where(self.accuracy >= accuracy - _ROUNDING, self.average_loops, np.inf).min(axis=1)
+        depth = self._depths(accuracy).min(axis=1)
         return np.where(np.isinf(depth), np.nan, depth)
+
+    def cheapest(self, accuracy: float) -> int:
+        """The place of D@X among the thresholds, on the sample itself."""
+        return int(self._depths(accuracy)[0].argmin())
+
+    def _depths(self, accuracy: float) -> Sums:
+        """[1 + R, G] average loops where X is reached, else infinity."""
+        return np.where(self.accuracy >= accuracy - _ROUNDING, self.average_loops, np.inf)
 
     def depths_at(self, accuracies: Sequence[float]) -> Sums:
         """[1 + R, S] the same for many accuracies, in rising order."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest
 
-from loopscope.analysis.bootstrap import LEVEL, RESAMPLES, Estimate, Units, estimate, resampled_means
+from loopscope.analysis.bootstrap import MIN_UNITS, RESAMPLES, Estimate, estimate, resampled_means, widened
 from loopscope.analysis.diagnosis import GIVEN, without_verdict
-from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject, depth_gap
+from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.analysis.verdict_text import aligned, wrapped
 from loopscope.certify.tested_data import counted_in
@@ -53,30 +52,12 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
     return Paired(
         first.name,
         second.name,
-        accuracy=_widened(estimate(means[:, 0]), difference[:, 0], units),
-        loops=_widened(estimate(means[:, 1]), difference[:, 1], units, fewer_than=MIN_UNITS),
+        accuracy=widened(estimate(means[:, 0]), difference[:, 0], units),
+        loops=widened(estimate(means[:, 1]), difference[:, 1], units, fewer_than=MIN_UNITS),
         only_first_right=int((difference[:, 0] > 0).sum()),
         only_second_right=int((difference[:, 0] < 0).sum()),
         examples=len(ours),
     )
-
-
-def _widened(
-    bootstrap: Estimate, difference: NDArray[np.float32], units: Units, fewer_than: float = np.inf
-) -> Estimate:
-    """The interval, at least as wide as the exact one of a sign test on the units that differ.
-
-    Where few differ, they can all happen to lie on one side, and resamples of them then always do. A sign test knows no
-    sizes, so loops, which differ in theirs, are widened only if `fewer_than` so many differ.
-    """
-    nets = difference if units is None else np.bincount(units, difference)
-    higher, differing = int((nets > 0).sum()), int((nets != 0).sum())
-    if not 0 < differing < fewer_than:
-        return bootstrap
-    exact = binomtest(higher, differing).proportion_ci(LEVEL)
-    scale = float(np.abs(nets).sum()) / len(difference)
-    low, high = ((2 * share - 1) * scale for share in (exact.low, exact.high))
-    return Estimate(bootstrap.value, min(low, bootstrap.low), max(high, bootstrap.high))
 
 
 def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
@@ -202,5 +183,5 @@ def compare(
     tested = (counted_in(test, "test"), test.num_units)
     if any(sentences):
         return Comparison(paired(*sides), None, *tested, sentences[0] or f"{other_name}: {sentences[1]}")
-    gap = depth_gap(target, (subject, first), (against, second))
+    gap = depth_gap(as_target(target), (subject, [first]), (against, [second]))
     return Comparison(paired(*sides), gap, *tested, "" if gap else "Both reach no accuracy above chance together.")

@@ -17,7 +17,7 @@ Thresholds are swept on a grid so fine that its steps do not matter.
 
 from dataclasses import dataclass, replace
 
-from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, Way, gap_between, with_stoppers
+from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, depth_gap, gap_between, with_stoppers
 from loopscope.analysis.targets import (
     Target,
     TargetLevel,
@@ -195,17 +195,13 @@ def diagnose_subject(
 
 def _readout_gap(subject: Subject, level: TargetLevel) -> Gap | None:
     """The model's own gate against the best readout on the same trajectory."""
-    if not subject.has_gate:
-        return None
-    return gap_between(level.accuracy, subject.exit_by("gate"), subject.exit_by(), subject.test, subject.chance)
+    return None if subject.gate is None else depth_gap(level.target, (subject, [subject.gate]), (subject, []))
 
 
 def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) -> Gap | None:
     """The same readouts on both trajectories, the best of them on each, at the lower of both targets."""
-    accuracy = min(level.accuracy, reference.level(level.target).accuracy)
-    floor = max(subject.chance, reference.chance)
     readouts = subject.readouts_shared_with(reference)
-    gap = gap_between(accuracy, subject.exit_by(*readouts), reference.exit_by(*readouts), subject.test, floor)
+    gap = depth_gap(level.target, (subject, readouts), (reference, readouts))
     return None if gap is None else replace(gap, second=f"{gap.second} on the reference")
 
 
@@ -218,11 +214,9 @@ class Rooms:
 
 
 def rooms(subject: Subject, level: TargetLevel) -> Rooms:
-    def saved(other: Way) -> Gap | None:
-        return gap_between(level.accuracy, subject.exit_by(), other, subject.test, subject.chance)
-
-    learned = saved(subject.exit_by(*subject.stoppers)) if subject.stoppers else None
-    return Rooms(saved(subject.exit_by_labels), learned)
+    left = gap_between(level.accuracy, subject.exit_by(), subject.exit_by_labels, subject.test, subject.chance)
+    learned = depth_gap(level.target, (subject, []), (subject, subject.stoppers)) if subject.stoppers else None
+    return Rooms(left, learned)
 
 
 def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:

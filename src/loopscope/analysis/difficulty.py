@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 from loopscope.analysis.bootstrap import intervals, resampled_means
 from loopscope.analysis.schema import Binned, Ordering, rounded
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import gate_readout, signal
 from loopscope.trajectory import Trajectory
 
 _HARDER_IS_LOWER = ("margin", "top1")
@@ -56,8 +56,9 @@ def _bin_means(values: NDArray[Any], bins: NDArray[np.int64]) -> NDArray[np.floa
 
 
 def exit_distribution(trajectory: Trajectory) -> Binned:
-    """The probability with which the model's own gate exits at each loop."""
-    return by_difficulty(np.diff(signal("gate", trajectory), axis=1, prepend=0.0), trajectory)
+    """The probability with which the model's own gate exits at each loop; at the last, all that is left."""
+    cdf = signal(gate_readout(trajectory), trajectory)[:, :-1]
+    return by_difficulty(np.diff(cdf, axis=1, prepend=0.0, append=1.0), trajectory)
 
 
 def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
@@ -70,13 +71,15 @@ def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
     loops = [loop for loop in range(trajectory.num_loops) if not np.isnan(values[:, loop]).any()]
     if any(np.ptp(values[:, loop]) == 0 for loop in loops):
         return Ordering(None, None)
+    harder = rankdata(trajectory.difficulty)
     return Ordering(
-        _mean_correlation([(np.array(levels), means[:, loop]) for loop in loops], sign),
-        _mean_correlation([(trajectory.difficulty, values[:, loop]) for loop in loops], sign),
+        _mean_correlation([(rankdata(levels), rankdata(means[:, loop])) for loop in loops], sign),
+        _mean_correlation([(harder, rankdata(values[:, loop])) for loop in loops], sign),
     )
 
 
-def _mean_correlation(pairs: list[tuple[NDArray[Any], NDArray[Any]]], sign: float) -> float | None:
-    if not pairs or any(np.ptp(a) == 0 or np.ptp(b) == 0 for a, b in pairs):
+def _mean_correlation(ranks: list[tuple[NDArray[Any], NDArray[Any]]], sign: float) -> float | None:
+    """The rank correlation, averaged over loops; None where one of the two is constant."""
+    if not ranks or any(np.ptp(a) == 0 or np.ptp(b) == 0 for a, b in ranks):
         return None
-    return float(np.mean([sign * spearmanr(a, b).statistic for a, b in pairs]))
+    return float(np.mean([sign * np.corrcoef(np.column_stack(pair), rowvar=False)[1, 0] for pair in ranks]))

@@ -10,32 +10,34 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loopscope.analysis.bootstrap import (
     ENOUGH,
+    MIN_UNITS,
     RESAMPLES,
     Curves,
+    Estimate,
     Sums,
     interval,
     resampled_curves,
     resampled_label_aware,
+    widened,
 )
-from loopscope.analysis.targets import Target, TargetLevel, as_target, chance, target_level
+from loopscope.analysis.targets import Target, TargetLevel, chance, target_level
 from loopscope.errors import UserError
-from loopscope.frontier import curve
+from loopscope.frontier import curve, replay
 from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
-from loopscope.readouts.replay import has_signal
-from loopscope.readouts.signals import STOPPER, is_gate
+from loopscope.readouts.replay import gate_readout, has_signal
+from loopscope.readouts.signals import STOPPER, Signal, is_gate, own_gate
 from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]
-MIN_UNITS = 30
-"""With fewer test examples than this (sequences, distinct inputs) a bootstrap interval says nothing."""
 MIN_PRINTED = 0.005
 """Loops: less is printed as zero."""
 EQUIVALENCE_MARGIN = 0.05
@@ -110,8 +112,9 @@ class Subject:
         self.ceiling = float(test.correct.mean(axis=0).max())
         """The accuracy of the best loop."""
         self.chance = chance(test, validation)
-        self.has_gate = "gate" in self.readouts
-        self.ever_gated = has_signal("gate", validation) or has_signal("gate", test)
+        self.gate = own_gate(self.readouts)
+        self.has_gate = self.gate is not None
+        self.ever_gated = any(has_signal(gate_readout(recording), recording) for recording in (validation, test))
         self._resamples = resamples
         self._label_aware = resampled_label_aware(test, resamples)
         self._curves: dict[str, Curves] = {}
@@ -159,6 +162,12 @@ class Subject:
 
         return way
 
+    def exit_loops(self, readout: str, accuracy: float) -> NDArray[np.int64]:
+        """[N] where the test examples exit at the threshold of D@X."""
+        curves = self.curves(readout)
+        threshold = self._grids[readout][curves.cheapest(accuracy)]
+        return replay(readout, [threshold], self.test)[:, 0]
+
     def exit_by_labels(self, accuracy: float) -> tuple[str, Sums]:
         """Exit as the cheapest rule that knows the labels."""
         return "labels known", self._label_aware.depth_at(accuracy)
@@ -173,21 +182,29 @@ def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory,
     names = stopper_signals(validation, test)
     if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
         return validation, test
-    learned, stoppers = dict(validation.signals), dict[str, Fitted]()
+    learned, stoppers = dict[str, Signal](), dict[str, Fitted]()
     for kind in STOPPER_KINDS:
         stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
-    return replace(validation, signals=learned), attach(test, stoppers)
+    return validation.with_signals(learned, validation.provenance), attach(test, stoppers)
 
 
-def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
-    """D@X of one readout minus that of another, each on its own model, resampled together.
+def depth_gap(
+    target: Target, first: tuple[Subject, Sequence[str]], second: tuple[Subject, Sequence[str]]
+) -> Gap | None:
+    """D@X of one model by the best of these readouts (without any: by all single signals) minus that of another.
 
-    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach.
+    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach; resampled
+    together. Where few test examples exit elsewhere, the interval is widened.
     """
-    accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
-    floor = max(subject.chance for subject, _ in (first, second))
-    ours, theirs = (subject.exit_by(readout) for subject, readout in (first, second))
-    return gap_between(accuracy, ours, theirs, first[0].test, floor)
+    (ours, readouts), (theirs, others) = first, second
+    accuracy = min(subject.level(target).accuracy for subject in (ours, theirs))
+    floor = max(ours.chance, theirs.chance)
+    gap = gap_between(accuracy, ours.exit_by(*readouts), theirs.exit_by(*others), ours.test, floor)
+    if gap is None or not np.array_equal(ours.test.required_labels, theirs.test.required_labels):
+        return gap
+    loops = ours.exit_loops(gap.first, gap.accuracy) - theirs.exit_loops(gap.second, gap.accuracy)
+    found = widened(Estimate(gap.value, gap.low, gap.high), loops, ours.test.units, fewer_than=MIN_UNITS)
+    return replace(gap, low=found.low, high=found.high)
 
 
 def gap_between(target: float, first: Way, second: Way, test: Trajectory, floor: float) -> Gap | None:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
-from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
+from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_means
 from loopscope.certify.bounds import risk_interval
 from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import difficulty_counts, risk_groups
@@ -72,7 +72,7 @@ def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
         early, last = outcome.predicted == outcome.labels, outcome.full_depth == outcome.labels
         columns += [early, last, last.astype(np.int8) - early]
     per_unit = np.stack([all_units.means(values) for values in columns], axis=1).astype(np.float32)
-    means = resampled_sums(per_unit) / all_units.units
+    means = resampled_means(per_unit)
     measured = [estimate(means[:, place]) for place in range(len(columns))]
     return HeldOut(
         examples=recording.num_examples,

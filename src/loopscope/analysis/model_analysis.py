@@ -16,7 +16,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.held_out import hold_out
-from loopscope.analysis.results import assemble_results, model_label, recorded_run
+from loopscope.analysis.results import assemble_results, depth_words, model_label, recorded_run
 from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
@@ -25,6 +25,7 @@ from loopscope.analysis.threshold_details import (
     threshold_details,
     whole_frontier,
 )
+from loopscope.analysis.transfer import transfer
 from loopscope.certify.losses import unit_count
 from loopscope.config import digest
 from loopscope.errors import UserError
@@ -36,7 +37,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
 from loopscope.readouts.replay import signal
-from loopscope.readouts.signals import FITTED, STOPPER, own_name
+from loopscope.readouts.signals import FITTED, STOPPER, own_gate, own_name
 from loopscope.recording_paths import find_recordings, recorded_name
 from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
@@ -57,6 +58,12 @@ class ModelRecordings:
     whole_test: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
     policies: Sequence[ExitPolicy] = ()  # calibrated ones
     refused: Sequence[str] = ()  # promises that could not be made
+
+    @property
+    def all_gates(self) -> dict[str, Fitted]:
+        """What was fitted to it, that of its policies among them."""
+        own = {own_name(policy.readout): policy.gate for policy in self.policies if policy.gate is not None}
+        return {**own, **self.gates}
 
     @cached_property
     def measure(self) -> Subject:
@@ -90,8 +97,12 @@ def analyse_models(
     reference: str | None,
     targets: Sequence[float | Target] | None = None,
     progress: ProgressCallback = silent,
+    transferred: bool = False,
 ) -> tuple[schema.Results, list[ThresholdDetails]]:
-    """Analyses every model, the others against the reference; without targets at 1 point below full depth."""
+    """Analyses every model, the others against the reference; without targets at 1 point below full depth.
+
+    `transferred`: whether the rules of every model are replayed on all of them, too.
+    """
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
@@ -103,7 +114,11 @@ def analyse_models(
         progress(done, len(sources), source.name)
         analysed.append(analyse_model(source, against, targets))
     progress(len(sources), len(sources), "")
-    results = assemble_results([result for result, _ in analysed], as_targets(targets))
+    found = []
+    if transferred:
+        both = {source.name: (source.validation, source.test) for source in sources}
+        found = transfer(both, {source.name: source.all_gates for source in sources}, as_targets(targets)[0], progress)
+    results = assemble_results([result for result, _ in analysed], as_targets(targets), transfer=found)
     return results, [details for _, details in analysed]
 
 
@@ -116,8 +131,7 @@ def analyse_model(
     """
     test, sought = source.test, as_targets(targets)
     levels = [target_level(target, source.validation, test) for target in sought]
-    own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
-    gates = {**own, **source.gates}
+    gates = source.all_gates
     if taken := sorted({*by_readout(gates)} & {STOPPER + kind for kind in STOPPER_KINDS}):
         raise UserError(
             f"A report learns a '{taken[0]}' of its own from validation data; give the folder of yours another name "
@@ -156,7 +170,7 @@ def analyse_model(
         forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
         forced_accuracy_by_difficulty=by_difficulty(test.correct, test),
         forced_cross_entropy_by_difficulty=by_difficulty(test.cross_entropy, test) if entropy else None,
-        exit_distribution=exit_distribution(test) if "gate" in signals else None,
+        exit_distribution=exit_distribution(test) if own_gate(signals) else None,
         signals={name: by_difficulty(signal(name, test), test) for name in signals},
         ordering={
             name: difficulty_ordering(name, test)
@@ -228,11 +242,12 @@ def _paired(
     grid: Grid,
 ) -> list[Paired]:
     """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
-    if "gate" not in frontiers:
+    own = own_gate(frontiers)
+    if own is None:
         return []
     others = [name for name in POST_HOC if name in frontiers]
-    points = {name: frontiers[name].select() for name in ("gate", *others)}
-    gate = Side("gate", points["gate"].policy, evaluation)
+    points = {name: frontiers[name].select() for name in (own, *others)}
+    gate = Side(own, points[own].policy, evaluation)
     found = []
     if others:
         best = min(others, key=lambda name: points[name].rank)
@@ -253,8 +268,8 @@ def _fitted_gaps(
     if not gates:
         return []
     subject = Subject(validation, evaluation)
-    other = "gate" if subject.has_gate else "margin"
-    gaps = (depth_gap(target, (subject, name), (subject, other)) for name in by_readout(gates))
+    other = subject.gate or "margin"
+    gaps = (depth_gap(target, (subject, [name]), (subject, [other])) for name in by_readout(gates))
     return [gap for gap in gaps if gap is not None]
 
 
@@ -277,7 +292,8 @@ def _group(provenance: dict[str, Any], name: str) -> str:
         return name
     run = provenance["run"]
     training = {key: value for key, value in run["training"].items() if key != "seed"}
-    return digest({**run, "training": training})[:16]
+    depth = {"depth": words} if (words := depth_words(provenance)) else {}
+    return digest({**run, "training": training, **depth})[:16]
 
 
 def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | None:

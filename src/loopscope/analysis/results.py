@@ -13,6 +13,7 @@ import numpy as np
 from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
 from loopscope.analysis.targets import Target
+from loopscope.analysis.transfer import TransferResult
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest, plain
 
@@ -25,15 +26,22 @@ class _Task(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     gate: str
+    name: str = ""  # of a class of the user's
+    options: dict[str, Any] = {}
+    injection: bool = False
+    norm: str = ""
+    loop_norm: bool = False
 
 
 class _Objective(msgspec.Struct):
     name: str
-    prior: str = ""
+    prior: str | list[float] = ""
     geometric_lambda: float = 0.0
     beta: float = 0.0
     options: dict[str, Any] = {}
     truncated: int | None = None
+    gate_weight: float = 1.0
+    gate_gradient: float = 1.0
 
 
 class _Training(msgspec.Struct):
@@ -50,14 +58,16 @@ class _RecordedRun(msgspec.Struct):
 
 
 def assemble_results(
-    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+    models: list[schema.ModelResult],
+    targets: Sequence[Target],
+    latency: Sequence[schema.Latency] = (),
+    transfer: Sequence[TransferResult] = (),
 ) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return schema.Results(
-        schema.RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
-    )
+    groups, version = group_models(models, targets), loopscope_version()
+    return schema.Results(schema.RESULTS_SCHEMA, version, list(targets), models, groups, list(latency), list(transfer))
 
 
 def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:
@@ -144,6 +154,25 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     run = recorded_run(provenance)
     if run is None:
         return _tidy(name)
+    return _tidy(", ".join([_training_words(run), *architecture_words(run["model"]), *depth_words(provenance)]))
+
+
+def architecture_words(model: dict[str, Any]) -> list[str]:
+    """What tells the model of some settings from the paper's looped Transformer: its options, or its own class."""
+    words = [model["name"]] if model.get("name") else []
+    words += [f"{key} {value}" for key, value in model.get("options", {}).items()]
+    words += ["injection"] if model.get("injection") else []
+    words += ["post-norm"] if model.get("norm") == "post" else []
+    return words + (["loop norm"] if model.get("loop_norm") else [])
+
+
+def depth_words(provenance: dict[str, Any]) -> list[str]:
+    """The loops of a recording that has others than its model was trained with."""
+    trained = provenance.get("trained_loops")
+    return [] if trained is None else [f"{provenance.get('loops')} loops (trained with {trained})"]
+
+
+def _training_words(run: dict[str, Any]) -> str:
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"
@@ -151,13 +180,26 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     if ":" in objective["name"]:  # a function of the user's
         options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
         return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
-    prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
+    if objective["name"] == "act":
+        return f"{gate_words} by ACT, ponder cost {objective['beta']:g}"
+    prior = _prior_words(objective)
     if objective["name"] == "random_depth":
-        return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
+        return _tidy(f"random depth, {prior}") + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
-        return f"fixed prior, {prior}"
-    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
-    return f"{apart}{gate_words}, {prior}, β {objective['beta']:g}"
+        return _tidy(f"fixed prior, {prior}")
+    if objective["name"] == "decoupled_gate":
+        gate_words = f"decoupled {gate_words}"
+    elif objective["name"] == "gate_channels":
+        gate_words += f" (weight {objective['gate_weight']:g}, gradient {objective['gate_gradient']:g})"
+    return _tidy(f"{gate_words}, {prior}, β {objective['beta']:g}")
+
+
+def _prior_words(objective: dict[str, Any]) -> str:
+    """A depth prior: by its name, its weights, or the user's function."""
+    prior = objective["prior"]
+    if isinstance(prior, list):
+        return f"weights {' '.join(f'{weight:g}' for weight in prior)}"
+    return f"geometric {objective['geometric_lambda']:g}" if prior == "geometric" else prior
 
 
 def _tidy(text: str) -> str:

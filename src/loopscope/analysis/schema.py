@@ -16,6 +16,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.targets import Target, TargetLevel
+from loopscope.analysis.transfer import TransferResult
 from loopscope.policy import Guarantee
 from loopscope.scope import Unit, counted, unit_of
 
@@ -221,28 +222,33 @@ class Machine(msgspec.Struct, frozen=True):
     dtype: str = "float32"  # and in which precision
 
 
-class QuestionTiming(msgspec.Struct, frozen=True):
-    """One policy on the questions that were timed. Ratios are taken within a round."""
+class PolicyLatency(msgspec.Struct, frozen=True):
+    """One policy on the questions or examples that were timed. Ratios are taken within a round."""
 
     readout: str
     threshold: float | None
     accuracy: float  # of the live answers
     average_loops: float
-    milliseconds: Spread  # a question
+    milliseconds: Spread  # a question or an example
     speedup: Spread  # against the first policy
     differing: int  # exits or answers that are not those of the recording, and not within rounding of the threshold
 
 
-class QuestionBench(msgspec.Struct, frozen=True):
-    """A checkpoint on a benchmark, timed; the first policy is what the others are compared with."""
+class Latency(msgspec.Struct, frozen=True):
+    """A checkpoint on a benchmark, or a run on its task, timed; the others are compared with the first policy."""
 
     model: str
-    benchmark: str
-    questions: int
+    benchmark: str | None  # None: the task of the run of this name
+    questions: int  # or examples, of a task
     num_loops: int
     machine: Machine
-    policies: list[QuestionTiming]
+    policies: list[PolicyLatency]
     overhead: float = 0.0  # layers before the loops and before the head, by those of a loop
+
+    def realised(self, policy: PolicyLatency) -> float:
+        """Its speed-up as a share of what its loops allow: 1 means that every saved loop was saved time."""
+        ideal = (self.num_loops + self.overhead) / (policy.average_loops + self.overhead)
+        return policy.speedup.median / ideal
 
 
 class Results(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -251,7 +257,8 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     targets: list[Target]
     models: list[ModelResult]
     groups: list[GroupResult]
-    latency: list[QuestionBench] = []  # of checkpoints whose exits were timed
+    latency: list[Latency] = []  # of checkpoints and runs whose exits were timed
+    transfer: list[TransferResult] = []  # rules of models on other models, where that was asked for
 
     @property
     def grouped(self) -> list[tuple[GroupResult, list[ModelResult]]]:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binom
 
+from loopscope.chance import SIGNIFICANCE, beats_guessing, guess_accuracy
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
-
-SIGNIFICANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -132,22 +131,13 @@ def best_loop(validation: Trajectory) -> int:
 
 
 def chance(recording: Trajectory, validation: Trajectory) -> float:
-    """How often an answer that knows nothing is right here: by lot, or always the label commonest in validation.
-
-    Validation data choose the label and this recording counts it, so that a shift of the labels is nobody's knowledge.
-    """
-    labels, counts = np.unique(validation.required_labels, return_counts=True)
-    commonest = float((recording.required_labels == labels[counts.argmax()]).mean())
-    if recording.logits is None:
-        return commonest
-    choices = (~np.isneginf(recording.logits[:, 0])).sum(axis=1)
-    return float(max(commonest, (1 / choices).mean()))
+    """How often an answer that knows nothing is right here: by lot, or always the label commonest in validation."""
+    return guess_accuracy(recording.required_labels, validation.required_labels, recording.logits)
 
 
 def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) -> bool:
-    """Whether this loop is right more often than chance would have it: a one-sided exact binomial test at 5 %."""
-    right = int(recording.correct[:, loop - 1].sum())
-    return bool(binom.sf(right - 1, recording.num_examples, chance(recording, validation)) <= SIGNIFICANCE)
+    """Whether this loop is right more often than chance would have it."""
+    return beats_guessing(recording.correct[:, loop - 1], chance(recording, validation))
 
 
 def harm_of_depth(validation: Trajectory) -> str:

@@ -18,7 +18,7 @@ from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
 from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.analysis.schema import Certified, rounded
 from loopscope.analysis.targets import Target
-from loopscope.frontier import Frontier, crossings, exit_loops, laxest_first
+from loopscope.frontier import Frontier, crossings, laxest_first
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import has_threshold, needs_labels
 from loopscope.readouts.replay import signal
@@ -239,29 +239,36 @@ def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, l
 
 
 def count_exits(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Counts) -> ExitsByThreshold:
-    """`crossed` [N, T-1] is of `size` thresholds (see `sweep.crossings`), `bins` [N] are of the difficulties."""
-    levels, num_loops = int(bins.max()) + 1, correct.shape[1]
-    loops = exit_loops(crossed, np.arange(size))
-    place = np.arange(size) * levels + bins[:, None]
-    right = np.take_along_axis(correct, loops - 1, axis=1)
-    codes = exit_outcomes(correct, loops) + len(OUTCOMES) * np.arange(size)
-    exits = np.bincount((place * num_loops + loops - 1).ravel(), minlength=size * levels * num_loops)
-    rights = np.bincount(place[right], minlength=size * levels)
-    outcomes = np.bincount(codes.ravel(), minlength=size * len(OUTCOMES))
+    """`crossed` [N, T-1] is of `size` thresholds (see `frontier.crossings`), `bins` [N] are of the difficulties.
+
+    An example exits at a loop from the threshold on that sends it there, up to the one that sends it past.
+    """
+    kinds = (int(bins.max()) + 1, len(OUTCOMES))
+    outcomes, come = exit_outcomes(correct), np.zeros_like(bins)
+    by_loop = []
+    for loop in range(correct.shape[1]):
+        kind = np.ravel_multi_index((bins, outcomes[:, loop]), kinds)
+        gone = crossed[:, loop] if loop < crossed.shape[1] else np.full_like(bins, size)
+        moves = [np.bincount(at * np.prod(kinds) + kind, minlength=(size + 1) * np.prod(kinds)) for at in (come, gone)]
+        by_loop.append((moves[0] - moves[1]).reshape(size + 1, *kinds)[:size].cumsum(axis=0))
+        come = gone
+    counts = np.stack(by_loop, axis=2)  # [G, L, T, outcomes]
     return ExitsByThreshold(
-        exits.reshape(size, levels, num_loops).tolist(),
-        rights.reshape(size, levels).tolist(),
-        outcomes.reshape(size, len(OUTCOMES)).tolist(),
+        exits=counts.sum(axis=3).tolist(),
+        right=counts[..., :2].sum(axis=(2, 3)).tolist(),
+        outcomes=counts.sum(axis=(1, 2)).tolist(),
     )
 
 
-def exit_outcomes(correct: NDArray[np.bool_], loops: Counts) -> Counts:
-    """[N, G] which of OUTCOMES an exit is."""
-    before: Counts = np.cumsum(correct, axis=1) - correct  # [N, T] right loops before each one
-    earlier = np.take_along_axis(before, loops - 1, axis=1) > 0
-    right = np.take_along_axis(correct, loops - 1, axis=1)
-    later = correct.sum(axis=1, keepdims=True) > np.take_along_axis(before, loops - 1, axis=1) + right
-    return np.where(right, np.where(earlier, 1, 0), np.where(later, 2, np.where(earlier, 3, 4)))
+def exit_outcomes(correct: NDArray[np.bool_]) -> NDArray[np.int8]:
+    """[N, T] which of OUTCOMES an exit at each loop is."""
+    seen = np.logical_or.accumulate(correct, axis=1)
+    earlier = np.zeros_like(seen)
+    earlier[:, 1:] = seen[:, :-1]
+    later = np.zeros_like(seen)
+    later[:, :-1] = np.logical_or.accumulate(correct[:, :0:-1], axis=1)[:, ::-1]
+    wrong = np.where(later, np.int8(2), np.where(earlier, np.int8(3), np.int8(4)))
+    return np.where(correct, earlier, wrong)
 
 
 def sample_by_pattern(trajectory: Trajectory, size: int, seed: int = 0) -> Counts:
@@ -271,7 +278,9 @@ def sample_by_pattern(trajectory: Trajectory, size: int, seed: int = 0) -> Count
     out. The first rows of the answer are what a smaller size would give.
     """
     rows = trajectory.num_examples
-    _, pattern = np.unique(trajectory.correct, axis=0, return_inverse=True)
+    pattern = np.zeros(rows, dtype=np.int64)
+    for eight_loops in np.packbits(trajectory.correct, axis=1).T:
+        _, pattern = np.unique(256 * pattern + eight_loops, return_inverse=True)
     drawn = np.random.default_rng(seed).permutation(rows)
     drawn = drawn[np.argsort(pattern[drawn], kind="stable")]
     sizes = np.bincount(pattern)

@@ -11,7 +11,7 @@ from scipy.stats import rankdata
 from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, MIN_UNITS, Gap, Subject
 from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
-from loopscope.readouts.replay import has_signal
+from loopscope.readouts.replay import gate_readout, has_signal
 from loopscope.trajectory import Trajectory
 
 WIDTH = 80
@@ -111,7 +111,9 @@ def _on_readout(subject: Subject, finding: Finding) -> str:
     gap = finding.readout
     if not subject.has_gate:
         recordings = {"validation": subject.validation, "test": subject.test}
-        lacking = [split for split, recording in recordings.items() if not has_signal("gate", recording)]
+        lacking = [
+            split for split, recording in recordings.items() if not has_signal(gate_readout(recording), recording)
+        ]
         if len(lacking) == 1:
             return f"the {lacking[0]} recording alone has no gate logits, and to judge the gate takes both"
         return "the model has no gate of its own to compare with"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from loopscope.analysis.schema import Machine, QuestionBench, QuestionTiming, Spread
+from loopscope.analysis.schema import Latency, Machine, PolicyLatency, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
 from loopscope.engine.exit_decision import ExitDecision
 from loopscope.engine.requests import Request, task_requests
@@ -26,12 +26,15 @@ from loopscope.errors import UserError
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.custom_model import register_model
+from loopscope.models.device import upload
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.packing import Layout
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.readouts.replay import gate_readout
 from loopscope.recording.question_recording import BATCH_TOKENS, question_requests
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_model
@@ -39,7 +42,7 @@ from loopscope.recording_paths import ANALYSED, find_recordings
 from loopscope.scope import scope_of
 from loopscope.tasks import Examples
 from loopscope.threshold_grids import fine_grid
-from loopscope.training.run_folder import read_run_settings
+from loopscope.training.run_folder import read_run_settings, task_of_run
 from loopscope.training.settings import read_settings
 from loopscope.training.task_run import initial_model
 from loopscope.trajectory import Trajectory
@@ -48,7 +51,7 @@ PAPER_REALISED = 0.29
 """The paper's table 5.6 (b): top1 saves 6.0 / 1.26 of the loops and runs 1.36 times as fast."""
 _SIZES = (64, 256, 1024)
 """Of batches, of which the fastest is taken."""
-_QUESTION_ROUNDS = 3
+_QUESTION_ROUNDS, _TASK_ROUNDS = 3, 5
 
 
 class ExitTiming(msgspec.Struct, frozen=True):
@@ -92,24 +95,45 @@ class BenchedModel:
     trained: bool
 
 
-def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
-    """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
-    settings = read_run_settings(folder)
-    validation, test = (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
-    examples = settings.task.split("test", test.num_examples)
+def trained_model(
+    folder: Path,
+    readouts: Sequence[str] | None = None,
+    policies: Sequence[ExitPolicy] = (),
+    device: str | torch.device = "cpu",
+    recordings: Sequence[Trajectory] = (),
+    custom_tasks: Sequence[str] = (),
+) -> BenchedModel:
+    """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation.
+
+    `recordings` are those of validation and test (default: the ones in the run's folder).
+    """
+    task = task_of_run(folder, read_run_settings(folder), custom_tasks)
+    validation, test = recordings or (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
+    examples = task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
-    names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
+    names = [gate_readout(test)] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return BenchedModel(folder.name, load_model(folder), examples, test, [*policies, *chosen], trained=True)
+    model = load_model(folder, device)
+    model.set_depth(test.num_loops)
+    return BenchedModel(folder.name, model, examples, test, [*policies, *chosen], trained=True)
 
 
-def random_model(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> BenchedModel:
+def random_model(
+    source: str,
+    overrides: list[str],
+    count: int,
+    loops: float,
+    readouts: Sequence[str],
+    device: str | torch.device = "cpu",
+) -> BenchedModel:
     """A model with random weights under the thresholds at which it takes about so many loops on average."""
     settings = read_settings(source, overrides)
-    model = initial_model(settings).eval().requires_grad_(False)
-    examples = settings.task.split("test", count)
+    if settings.model.is_custom:
+        register_model(str(settings.model.name))  # the user's settings name it
+    model = initial_model(settings).eval().requires_grad_(False).to(device)
+    examples = settings.generator.split("test", count)
     recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))
     policies = []
     for readout in dict.fromkeys(readouts):
@@ -128,14 +152,15 @@ def bench_exits(
     def drain(policy: ExitPolicy, size: int, some: Sequence[Request] = requests) -> None:
         deque(run(model, policy, some, size), maxlen=0)
 
-    full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES)
-    sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in benched.policies]
+    weights = next(model.parameters())
+    full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES, weights.device)
+    sizes = [batch_size or fastest(partial(drain, policy), _SIZES, weights.device) for policy in benched.policies]
     ways = {"full depth": partial(drain, never, full_size)}
     for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
         ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
         if waiting:
             ways[f"{place + 1}: {policy}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
-    seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
+    seconds, machine = interleaved(ways, rounds, weights.shape[-1], progress, weights)
     full, count = seconds["full depth"], len(requests)
     timings = []
     for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
@@ -172,20 +197,51 @@ def bench_exits(
     )
 
 
+def time_task(
+    run: Path,
+    validation: Trajectory,
+    test: Trajectory,
+    device: str | torch.device = "cpu",
+    custom_tasks: Sequence[str] = (),
+) -> Latency:
+    """Times the final loop and the usual readouts of a finished run on its test examples, at the points that validation
+    chose.
+    """
+    benched = trained_model(run, device=device, recordings=(validation, test), custom_tasks=custom_tasks)
+    bench = bench_exits(benched, _TASK_ROUNDS, batch_size=None, waiting=False, progress=silent)
+    full, depth = float(test.correct[:, -1].mean()), bench.num_loops
+    policies = [PolicyLatency("fixed", depth, full, depth, bench.full_milliseconds, Spread(1.0, 1.0, 1.0), 0)]
+    for timing in bench.policies:
+        agreement = timing.agreement
+        policies.append(
+            PolicyLatency(
+                readout=timing.readout,
+                threshold=timing.threshold,
+                accuracy=agreement.accuracy,
+                average_loops=timing.average_loops,
+                milliseconds=timing.milliseconds,
+                speedup=timing.speedup,
+                differing=agreement.differing,
+            )
+        )
+    return Latency(bench.model, None, bench.examples, depth, bench.machine, policies)
+
+
 @torch.inference_mode()
 def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[Request], batch_size: int) -> None:
     """The usual way: a batch runs until its last row exits, those that are done with it; then comes the next batch."""
     for start in range(0, len(requests), batch_size):
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
-        lengths = torch.tensor([len(row) for row in rows])
-        embedded = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths.numpy()))
+        device, lengths = next(model.parameters()).device, np.array([len(row) for row in rows])
+        embedded = model.begin_packed(upload(np.concatenate(rows), device), Layout(lengths, device))
+        last = upload(lengths - 1, device)
         decision = ExitDecision(model, policy, on_device=False)
         decision.admit(np.arange(len(rows)))
         done = np.zeros(len(rows), dtype=bool)
-        for state in model.unroll(embedded):
-            pooled = partial(model.pooled, state, lengths - 1)
+        for loop, state in enumerate(model.unroll(embedded), start=1):
+            pooled = partial(model.pooled, state, last)
             logits = model.predict(pooled()) if decision.reads_logits else None
-            done |= decision.exits(state.loop.numpy(), logits, pooled)
+            done |= decision.exits(np.full(len(rows), loop), logits, pooled)
             if done.all():
                 break
 
@@ -201,7 +257,7 @@ def time_benchmark(
     questions: int = 100,
     device: str | torch.device = "cpu",
     dtype: str | None = None,
-) -> QuestionBench:
+) -> Latency:
     """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
     which = benchmark_named(benchmark, recorded.provenance.get("shots"))
     every = load_questions(which, "test", data, limit)
@@ -227,7 +283,7 @@ def time_benchmark(
         answers = run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean)
         agreement = compare_with_replay(answers, policy, some)
         timings.append(
-            QuestionTiming(
+            PolicyLatency(
                 readout=policy.readout,
                 threshold=policy.threshold,
                 accuracy=agreement.accuracy,
@@ -238,4 +294,4 @@ def time_benchmark(
             )
         )
     overhead = model.embed_cost + model.head_cost
-    return QuestionBench(folder.name, benchmark, len(rows), model.num_loops, machine, timings, overhead)
+    return Latency(folder.name, benchmark, len(rows), model.num_loops, machine, timings, overhead)

@@ -25,6 +25,7 @@ Shapes: N examples, T loops, G thresholds.
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, Unpack
 
 import msgspec
@@ -126,15 +127,14 @@ def certify(
     bound: Bound = "betting",
 ) -> ExitPolicy:
     """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
-    check_split(recorded, "calibration")
-    proof = Proof(bound, seed)
+    check_split(recorded)
+    proof = build(Proof, {"bound": bound, "seed": index(seed)}, "the guarantee that is asked for")
     if isinstance(recorded, LiveRuns):
         return _test(_candidates_of_run(recorded, target), target, proof)
     policy = _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
     assert policy.certificate is not None
     rows = tuple(data.row_sketch for data in (recorded, grid) if data is not None)
-    guarantee = msgspec.structs.replace(policy.certificate.guarantee, rows=rows)
-    return replace(policy, certificate=msgspec.structs.replace(policy.certificate, guarantee=guarantee))
+    return replace(policy, certificate=msgspec.structs.replace(policy.certificate, rows=rows))
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,12 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
 
 def check_live_target(target: RiskTarget) -> None:
     """Rejects what cannot be asked of text that is run."""
-    for name in ("in_expectation", "per_difficulty", "unseen", "distinct", "new_inputs"):
-        if getattr(target, name):
-            raise UserError(
-                f"A promise for text that was run live is not made with --{name.replace('_', '-')}; leave that out."
-            )
-    if target.method == "tolerance":
-        raise UserError("The method 'tolerance' is for recordings of single answers; leave out --method.")
+    names = ("in_expectation", "per_difficulty", "unseen", "distinct", "new_inputs")
+    wrong = [name for name in names if getattr(target, name)] + ["method"] * (target.method == "tolerance")
+    if wrong:
+        raise UserError(
+            f"A promise for text that was run live is not made with --{wrong[0].replace('_', '-')}; leave that out."
+        )
 
 
 def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
@@ -269,7 +268,7 @@ def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout:
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
     check_recording(recording, gates, readout)
     if grid is not None:
-        check_split(grid, "grid's")
+        check_split(grid)
         check_same_model(recording, grid, "The recording and that of the grid")
         if recording.same_data(grid) or num_shared(grid, recording):
             raise UserError(

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-from scipy.stats import binom
-
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import population
+from loopscope.chance import beats_guessing, guess_accuracy
 from loopscope.policy import ExitPolicy, Loss
 from loopscope.trajectory import Trajectory
 
-_SIGNIFICANCE = 0.05
 _AT_CHANCE: dict[Loss, str] = {
     "gap": "So there is little that exiting early could lose.",
     "disagreement": "So an answer that agrees with full depth is not a right one.",
@@ -58,19 +55,14 @@ def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:
     """A model that knows nothing loses nothing: by an exact binomial test, as in a diagnosis."""
     labels = recorded.labels
     assert labels is not None
-    _, counts = np.unique(labels, return_counts=True)
-    if len(counts) == 1:  # whatever is always right cannot be told from knowledge
+    if (labels == labels[0]).all():  # whatever is always right cannot be told from knowledge
         return
-    guessed = float(counts.max() / len(labels))
-    if isinstance(recorded, LiveRuns):
-        answers = recorded.full_depth
-    else:
-        answers = recorded.predicted[:, -1]
-        if recorded.logits is not None:
-            guessed = max(guessed, float((1 / np.isfinite(recorded.logits[:, 0]).sum(axis=1)).mean()))
-    right = int((answers == labels).sum())
-    if binom.sf(right - 1, len(labels), guessed) > _SIGNIFICANCE:
+    answers, logits = (
+        (recorded.full_depth, None) if isinstance(recorded, LiveRuns) else (recorded.predicted[:, -1], recorded.logits)
+    )
+    right, guessed = answers == labels, guess_accuracy(labels, labels, logits)
+    if not beats_guessing(right, guessed):
         yield (
-            f"The model is not above chance: full depth is right in {100 * right / len(labels):.1f} % of the examples, "
+            f"The model is not above chance: full depth is right in {100 * right.mean():.1f} % of the examples, "
             f"and a guess, or always the commonest answer, in {100 * guessed:.1f} %. {_AT_CHANCE[loss]}"
         )

@@ -60,7 +60,7 @@ def propose_candidates(
     gates = {} if gates is None else gates
     check_live_target(target)
     check_recording(recording, gates, target.readout)
-    check_split(recording, "calibration")
+    check_split(recording)
     if scope_of(recording).unit != "tokens" or recording.sequences is None:
         raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
     proposing, tested = split_rows(recording, target, seed)

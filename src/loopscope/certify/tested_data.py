@@ -20,7 +20,7 @@ from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy, Guarantee, Loss
 from loopscope.scope import Scope, Unit, counted, scope_of
 from loopscope.splits import check_apart
-from loopscope.trajectory import NO_LABELS, Trajectory
+from loopscope.trajectory import Trajectory, required
 
 Array = NDArray[Any]
 
@@ -47,9 +47,8 @@ class Outcome:
         """[N] whether each loses against full depth."""
         if loss == "disagreement":
             return np.asarray(self.predicted != self.full_depth)
-        if self.labels is None:
-            raise UserError(NO_LABELS)
-        return np.asarray((self.full_depth == self.labels) & (self.predicted != self.labels))
+        labels = required(self.labels)
+        return np.asarray((self.full_depth == labels) & (self.predicted != labels))
 
 
 def outcome_of(policy: ExitPolicy, recorded: Recorded) -> Outcome:
@@ -107,13 +106,13 @@ def promised_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = F
 
 def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
     """Rejects the data that the guarantee of a policy rests on, or that its gate was fitted to."""
-    assert policy.guarantee is not None
+    assert policy.certificate is not None
     if policy.gate is not None:
         policy.gate.check_calibration(recorded)
-    reject(_not_held_out(policy.guarantee, policy.model, recorded))
+    reject(_not_held_out(policy.certificate.guarantee, policy.model, recorded))
     if isinstance(recorded, Trajectory):
         where, remedy = "the data that the guarantee rests on", "give examples that calibration did not have"
-        for rows in policy.guarantee.rows:
+        for rows in policy.certificate.rows:
             check_apart(recorded, "this recording", rows, where, remedy)
 
 

@@ -16,25 +16,20 @@ from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import RiskGroup, losses, risk_groups
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import outcome_of
-from loopscope.errors import UserError
+from loopscope.config import Settings, Tally
 from loopscope.frontier import Curve, crossings
-from loopscope.policy import BOUNDS, Bound
+from loopscope.policy import Bound
 from loopscope.threshold_grids import every_threshold
 from loopscope.trajectory import Trajectory
 
 UnitLosses = Callable[[RiskGroup, slice, NDArray[np.int64]], Iterator[Curve]]
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(Settings, frozen=True, kw_only=True):
     """How losses of sequences are tested; examples, which are lost or not, have the exact binomial test."""
 
     bound: Bound
-    seed: int  # of the order in which sequences are bet on
-
-    def __post_init__(self) -> None:
-        if self.bound not in BOUNDS:
-            raise UserError(f"There is no bound '{self.bound}'; choose one of {', '.join(BOUNDS)}.")
+    seed: Tally  # of the order in which sequences are bet on
 
     def order(self, units: int) -> NDArray[np.int64]:
         """Drawn by lot: recordings may be sorted, and then their units are not alike from first to last."""

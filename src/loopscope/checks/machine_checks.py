@@ -76,9 +76,7 @@ class TokenSample:
     @classmethod
     def of(cls, model: LoopedModel, text: Array | None) -> "TokenSample":
         new = max(1, min(_MAX_NEW, model.block_size // 4))
-        longest = min(_MAX_PROMPT, model.block_size - new)
-        if longest < 2:
-            raise UserError(f"A model that takes {model.block_size} tokens is too short to be checked.")
+        longest = max(1, min(_MAX_PROMPT, model.block_size - new))
         rng = np.random.default_rng(0)
         lengths = np.maximum(1, np.linspace(longest, 1, _ROWS).astype(np.int64))
         if text is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.requests import Request, choices, require_vocabulary
 from loopscope.engine.scheduler import in_order, run
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.policy import ExitPolicy
 from loopscope.trajectory_checks import as_token_row
@@ -97,7 +97,8 @@ class _Contract:
         self.depth = min(model.num_loops, _MAX_LOOPS)
         self.checks: tuple[Callable[[], Check], ...] = (
             *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
-            *(self.alone, self.different_loops, self.last_loop, self.causality, self.kv_cache, self.branches),
+            *(self.alone, self.different_loops, self.last_loop, self.divided_loop, self.depth_beyond),
+            *(self.causality, self.kv_cache, self.branches),
         )
 
     def embedding(self) -> Check:
@@ -189,6 +190,30 @@ class _Contract:
             return self._holds(what)
         after = self.model.pooled(self.model.step(state), last)
         return self._agree(what, [short], [after], "last_pooled differs from pooled after one more step.")
+
+    def divided_loop(self) -> Check:
+        """Both halves of a loop, of which the second runs for the last row alone."""
+        state, what = self._embedded(self.rows), "A loop may be divided where it is read."
+        early = self.model.early_pooled(state, state.lengths - 1)
+        if early is None:
+            return self._holds(what)
+        pooled, begun = early
+        whole, last = self.model.step(state), np.array([len(self.rows) - 1])
+        finished = self._outputs(self.model.finish_step(begun.take(last)))
+        expected = [self.model.pooled(whole, state.lengths - 1), *self._outputs(whole.take(last))]
+        return self._agree(what, [pooled, *finished], expected, "early_pooled and finish_step differ from one step.")
+
+    def depth_beyond(self) -> Check:
+        if not self.model.any_depth:
+            return self._holds("It runs at most as many loops as it was trained with (any_depth = False).")
+        state = self._embedded(self.rows[:1])
+        try:
+            *_, deepest = self.model.unroll(state, self.model.num_loops + 1)
+            self._outputs(deepest)
+        except Exception as error:
+            wrong = "The model fails beyond its last loop, so it must set any_depth = False"
+            raise UserError(f"{wrong} ({reason(error)}).") from error
+        return self._holds("It can run more loops than it was trained with.")
 
     def causality(self) -> Check:
         if not self.model.causal:

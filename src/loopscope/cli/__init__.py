@@ -37,7 +37,7 @@ from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
-    "train": "Train a looped Transformer",
+    "train": "Train a looped Transformer, or a model of your own",
     "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
     "loop": "Loop the middle of an ordinary language model",
     "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",

@@ -16,9 +16,9 @@ from loopscope.cli.output import machine_line, percent, print_note, print_table,
 from loopscope.errors import UserError
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import read_documents, tokenize_documents
-from loopscope.progress import track
 from loopscope.recording_paths import find_recordings
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def define(subparsers: Any) -> None:
     option(parser, "--set A.B=C", "change a setting of the random model (repeatable)", action="append")
     option(parser, "--examples N", "examples for random weights", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
-    add_shared(parser, "--rounds N", "--threads N", "--json")
+    add_shared(parser, "--rounds N", *COMPUTE)
+    inputs.add_custom_model(parser)
+    inputs.add_custom_tasks(parser)
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
@@ -77,7 +79,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
-        inputs.finished_run(run)
+        task_of_run(run, inputs.finished_run(run, options.with_model), options.with_task)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
     policies = inputs.policies_by_model(
@@ -90,15 +92,19 @@ def _bench_exits(options: argparse.Namespace) -> None:
         read_settings(options.settings, options.set)
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
 
-    inputs.device_of(options)
+    device = inputs.device_of(options)
+    inputs.import_models(options)
     size = options.batch_size or (None if options.runs else 64)
-    models = [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
+    models = [
+        trained_model(run, options.readout, own, device, custom_tasks=options.with_task)
+        for run, own in zip(options.runs, policies, strict=True)
+    ]
     if not models:
         readouts = options.readout or ["margin"]
-        models = [random_model(options.settings, options.set, options.examples, options.loops, readouts)]
+        models = [random_model(options.settings, options.set, options.examples, options.loops, readouts, device)]
     results = []
     for model in models:
-        with track(f"measuring {model.name}") as advance:
+        with working(options, f"measuring {model.name}") as advance:
             results.append(bench_exits(model, options.rounds, size, options.waiting, advance))
     show(results, options.json, lambda: _print_exits(results))
 

@@ -32,6 +32,7 @@ from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.config import build
 from loopscope.errors import UserError
+from loopscope.files import new_path
 from loopscope.policy import BOUNDS, ExitPolicy, Loss, Method
 from loopscope.recording_paths import find_recording
 from loopscope.scope import CacheMode
@@ -67,7 +68,7 @@ def define(subparsers: Any) -> None:
     option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
     option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
     add_shared(parser, "--seed N")
-    option(parser, "--out FILE", "policy file to write", type=inputs.new_path, default="policy.json")
+    option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")
 
 
@@ -77,7 +78,7 @@ def execute(options: argparse.Namespace) -> None:
     inputs.check_readouts(options.readout, auto=True)
     target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
     recording = load_recorded(folder)
-    check_split(recording, "calibration")
+    check_split(recording)
     _check_cache(recording, options.cache)
     if options.bound is not None and recording.sequences is None:
         raise UserError("--bound is for the losses of sequences, such as documents, and here are none; leave it out.")

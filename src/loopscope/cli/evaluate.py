@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.certify.monitor import Monitor, MonitorResult
 from loopscope.certify.tested_data import counted_in, decision_unit, load_recorded
 from loopscope.cli import inputs
-from loopscope.cli.options import add_shared, add_verb, given, option, target_accuracies
+from loopscope.cli.options import add_shared, add_verb, given, option, share_or_zero, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, show
 from loopscope.errors import UserError
 from loopscope.frontier import Frontier, sweep
@@ -53,7 +53,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--stream", "the rows stand in the order in which they arrived: --monitor plays them so")
     option(parser, "--alpha X", "share of streams that may give --monitor a false alarm (default: 0.01)")
     audits = "share of the examples, drawn at random, whose losses --monitor sees (default: all; 0: exits alone)"
-    option(parser, "--audit X", audits)
+    option(parser, "--audit X", audits, type=share_or_zero)
     swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     add_shared(parser, "--gate DIR", "--at X", action="append")

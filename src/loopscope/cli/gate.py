@@ -3,7 +3,8 @@
 loopscope gate fit runs/mine/recordings/train --out gates/linear
 loopscope gate fit runs/mine/recordings/train --kind induction \\
     --out gates/price
-loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
+# fitted to a recording of that checkpoint
+loopscope gate write gates/ouro runs/ouro --out runs/ouro-refitted
 """
 
 import argparse
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from loopscope.certify.tested_data import counted_in
-from loopscope.cli.inputs import find_model, new_path
+from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_group, add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
 from loopscope.errors import UserError
+from loopscope.files import new_path
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.learned.stopper import StopperKind
 from loopscope.learned.stopper_fitting import fit_stopper
@@ -102,9 +104,9 @@ def _fit(options: argparse.Namespace) -> None:
 def _write(options: argparse.Namespace) -> None:
     """Write a fitted gate into a copy of a checkpoint.
 
-    loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
+    loopscope gate write gates/ouro runs/ouro --out runs/ouro-refitted
 
-    The checkpoint's own gate must have the same form: Ouro's is linear.
+    The gate was fitted to a recording of the checkpoint, whose own gate has the same form: Ouro's is linear.
     """
     find_model(options.checkpoint)
     gate = FittedGate.load(options.gate)

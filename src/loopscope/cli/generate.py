@@ -40,7 +40,7 @@ from loopscope.cli.output import announce_device, print_note
 from loopscope.config import Loops
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
-from loopscope.files import BusyError, atomic_file, locked, read_text, remove_leftovers, room_for
+from loopscope.files import BusyError, atomic_file, locked, new_path, read_text, remove_leftovers, room_for
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 from loopscope.policy import ExitPolicy
@@ -390,7 +390,7 @@ def new_texts(text: str) -> Path:
                 kept = {line.partition(b" ")[2] for line in journal.read_bytes().split(b"\n")[1:-1]}
                 if kept <= set(out.read_bytes().split(b"\n")):
                     journal.unlink()
-    return inputs.new_path(text)
+    return new_path(text)
 
 
 @contextmanager
@@ -399,7 +399,7 @@ def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJour
     journal = _unfinished(out)
     digest = _hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):
-        inputs.new_path(out)
+        new_path(out)
         lines = _kept(journal, digest, prompts) if journal.exists() else {}
         try:
             with journal.open("a", encoding="utf-8") as file:

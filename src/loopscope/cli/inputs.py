@@ -14,11 +14,11 @@ from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
 from loopscope.errors import UserError, did_you_mean, reason
 from loopscope.exit_state import ExitState
-from loopscope.files import is_file, is_folder, remove_leftovers, require_file
+from loopscope.files import is_file, is_folder, require_file
 from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.model_identity import same_model
 from loopscope.models import checkpoint_folder
-from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, not_registered
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, no_readout
@@ -28,11 +28,13 @@ from loopscope.scope import Scope
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
+from loopscope.user_code import is_user_name
 
 if TYPE_CHECKING:
     import torch
 
 POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
+GATES = "folder of a fitted gate or stopper of one of the runs; its hash says which (repeatable)"
 READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
 RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
 
@@ -40,23 +42,6 @@ RECORDED = "a run whose validation and test splits are recorded, or a folder wit
 def text_file(text: str, what: str = "text file") -> Path:
     require_file(Path(text), what)
     return Path(text)
-
-
-def out_folder(text: str) -> Path:
-    """A folder to write to: no file is in its way."""
-    for place in (Path(text), *Path(text).parents):
-        if is_file(place):
-            raise UserError(f"{place} is a file; give a folder.")
-    return Path(text)
-
-
-def new_path(text: str | Path) -> Path:
-    """What is written and not there yet; in an empty file nothing is."""
-    out = Path(text)
-    if out.exists() and not (out.is_file() and not out.stat().st_size):
-        remove_leftovers(out)
-        raise UserError(f"{out} is there already; choose another --out, or remove it.")
-    return out
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
@@ -83,10 +68,35 @@ def add_custom_readouts(parser: Parser) -> None:
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
 
 
+def add_custom_tasks(parser: Parser) -> None:
+    text = "import the task of your own on which the run was trained (repeatable)"
+    option(parser, "--with-task MODULE:CLASS", text, action="append")
+
+
 def add_policy_options(parser: Parser) -> None:
     """What goes with --policy: another model than its own, and the readout that it names."""
     add_shared(parser, "--any-model")
     add_custom_readouts(parser)
+
+
+def add_custom_model(parser: Parser) -> None:
+    text = "let runs of this class of yours be loaded: its module is imported (repeatable)"
+    option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class)
+
+
+def _model_class(given: str) -> str:
+    if not is_user_name(given):
+        raise UserError(f"'{given}' names no class; --with-model takes MODULE:CLASS.")
+    return given
+
+
+def import_models(options: argparse.Namespace) -> None:
+    """Imports what --with-model names, because the user typed it."""
+    if options.with_model:
+        from loopscope.models.custom_model import register_model
+
+        for name in options.with_model:
+            register_model(name)
 
 
 def readout_name(given: str) -> str:
@@ -158,9 +168,9 @@ def check_runnable(policy: ExitPolicy, num_loops: int, here: Scope, weights: str
     ExitState(policy, num_loops)
 
 
-def check_runs_on(policy: ExitPolicy, run: Path) -> None:
-    """Rejects a rule that the finished run in a folder cannot be run with."""
-    check_runnable(policy, read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
+def check_runs_on(policy: ExitPolicy, run: Path, loops: int | None = None) -> None:
+    """Rejects a rule that the finished run in a folder cannot be run with, at its depth or at so many loops."""
+    check_runnable(policy, loops or read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
 
 
 def run_weights(run: Path) -> str:
@@ -195,10 +205,27 @@ def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fi
     return gates
 
 
-def finished_run(run: Path) -> RunSettings:
-    """The settings of a run that is finished, whose model can be loaded."""
+def gates_by_model(folders: Sequence[Path], calibrations: Sequence[Trajectory]) -> list[dict[str, Fitted]]:
+    """For each of these models, by its validation recording, its own gates and stoppers under their folders' names."""
+    models = [recording.provenance.get("weights_sha256") for recording in calibrations]
+    own: list[list[Path]] = [[] for _ in models]
+    for folder in folders:
+        of = load_fitted(folder).provenance.get("weights_sha256")
+        unknown = len(models) == 1 and None in (of, models[0])
+        fitting = [place for place, model in enumerate(models) if unknown or (of and model and same_model(of, model))]
+        if not fitting:
+            raise UserError(f"{folder} was fitted to none of these models, as their hashes say; add its run.")
+        for place in fitting:
+            own[place].append(folder)
+    return [load_gates(found, recording) for found, recording in zip(own, calibrations, strict=True)]
+
+
+def finished_run(run: Path, with_model: Sequence[str] = ()) -> RunSettings:
+    """The settings of a run that is finished, whose model can be loaded; of a custom one if `with_model` names it."""
     _check_no_recordings(run)
     settings = read_run_settings(run)
+    if settings.model.is_custom and settings.model.name not in with_model:
+        raise not_registered(str(settings.model.name))
     if not (run / WEIGHTS).is_file():
         raise UserError(f"The run in {run} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
     return settings

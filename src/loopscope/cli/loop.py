@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loopscope as ls
-from loopscope.cli.inputs import find_model, new_path
+from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, count, given, number_range, option, whole
 from loopscope.cli.output import print_text, show
+from loopscope.files import new_path
 
 if TYPE_CHECKING:
     from loopscope.models.looping import LoopedCheckpoint

@@ -154,8 +154,14 @@ def real_number(text: str, fits: Callable[[float], bool], which: str) -> float:
 
 count, whole = partial(whole_number, least=1), partial(whole_number, least=0)
 rounds, threads = partial(whole_number, least=1, most=10_000), partial(whole_number, least=1, most=4096)
+loops = partial(whole_number, least=1, most=1024)
 non_negative = partial(real_number, fits=lambda value: 0 <= value <= 1e18, which="from 0 to 1e18")
+share_or_zero = partial(real_number, fits=lambda value: 0 <= value <= 1, which="from 0 to 1")
 share = partial(real_number, fits=lambda value: 0 < value <= 1, which="above 0 and up to 1")
+
+
+def _between_0_and_1(example: float) -> Callable[[str], float]:
+    return partial(real_number, fits=lambda value: 0 < value < 1, which=f"between 0 and 1, such as {example}")
 
 
 def number_range(text: str) -> range:
@@ -174,6 +180,14 @@ def device_name(text: str) -> str:
     return text
 
 
+def gpu_names(text: str) -> list[str]:
+    """cuda:0,cuda:1"""
+    names = text.split(",")
+    if not all(re.fullmatch(r"cuda:\d+", name) for name in names) or len({*names}) < len(names):
+        _reject(text, "not a list of different CUDA devices such as cuda:0,cuda:1")
+    return names
+
+
 _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),
@@ -181,7 +195,10 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--any-model": ("use the policy on any model, without its promise", {}),
     "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
     "--chat": ("ask in the model's chat template", {}),
-    "--confidence X": ("probability with which the promise is to hold (default: 0.95)", {}),
+    "--confidence X": (
+        "probability with which the promise is to hold (default: 0.95)",
+        {"type": _between_0_and_1(0.95)},
+    ),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
@@ -189,7 +206,10 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),
     "--json": ("print the result as JSON", {}),
-    "--max-drop X": ("largest loss against full depth that is allowed (default: 0.01)", {}),
+    "--max-drop X": (
+        "largest loss against full depth that is allowed (default: 0.01)",
+        {"type": _between_0_and_1(0.01)},
+    ),
     "--open": ("open the page of the report in the browser", {}),
     "--style": ("width of the figures: a page's, or a column's", {"choices": ("page", "paper"), "default": "page"}),
     "--product NAME": ("make only this product or group: overview, ouro, paper (repeatable)", {"action": "append"}),

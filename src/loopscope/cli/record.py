@@ -17,17 +17,19 @@ import loopscope as ls
 from loopscope.artifacts import MANIFEST
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import inputs
-from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, given, number_range, option
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, given, loops, number_range, option
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table, working
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.files import is_file
+from loopscope.files import is_file, out_folder
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.policy import ExitPolicy, Loss
 from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
+from loopscope.recording_paths import recordings_at
 from loopscope.scope import CacheMode, Scope
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import SPLITS, Trajectory
 
 
@@ -43,17 +45,21 @@ def define(subparsers: Any) -> None:
     option(parser, "--examples N", "number of examples to record (default: the task's)")
     levels = "range of difficulties, such as 11-14 (default: the task's)"
     option(parser, "--levels A-B", levels, type=number_range)
+    option(parser, "--loops N", "run so many loops, fewer or more than in training (default: as many)", type=loops)
     option(parser, "--no-logits", "keep signals and predictions in place of the logits")
-    option(parser, "--out DIR", "folder of the recording (default: RUN/recordings/SPLIT)", type=inputs.out_folder)
+    where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
+    option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
     inputs.add_custom_readouts(parser)
+    inputs.add_custom_model(parser)
+    inputs.add_custom_tasks(parser)
     parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
     add_shared(parser, "model")
     option(parser, "files", "text files to record", **files)
     option(parser, "--split NAME", role, **roles)
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
     option(parser, "--limit N", "record at most so many tokens")
-    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=inputs.out_folder)
+    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
@@ -71,7 +77,7 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     option(parser, "--batch-size N", "windows to run at a time", default=32)
-    option(parser, "--out DIR", "folder of the live run", type=inputs.out_folder, required=True)
+    option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, "--gate DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     add_shared(parser, "model")
@@ -81,7 +87,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--mean-state", "read gate and state as means over the choices' tokens")
     option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
-    option(parser, "--out DIR", where, type=inputs.out_folder)
+    option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
 
@@ -93,20 +99,26 @@ def _record_task(options: argparse.Namespace) -> None:
     loopscope record task runs/mine --split test --hidden
     loopscope record task runs/paper --split extrapolation --levels 11-14 \\
         --examples 10000
+    # deeper than in training
+    loopscope record task runs/mine --split test --loops 8
+    loopscope record task runs/own --split test --with-model my_model:Net
     """
-    inputs.finished_run(options.run)
+    settings = inputs.finished_run(options.run, options.with_model)
+    task_of_run(options.run, settings, options.with_task)
     from loopscope.recording.recording_folder import Keep
     from loopscope.recording.task_recording import record_task
 
-    out = options.out or options.run / "recordings" / options.split
+    inputs.import_models(options)
+    out = options.out or recordings_at(options.run, options.loops, settings.num_loops) / options.split
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
     with _recording(options, f"recording {options.split}", out) as advance:
-        recording = record_task(
-            options.run, options.split, out, keep, options.examples, options.levels, inputs.device_of(options), advance
-        )
-    size, loops = recording.num_examples, recording.num_loops
-    summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": loops}
-    title = f"{out}: {size:,} {recording.split} examples, {loops} loops. Forced exits:"
+        how = {"device": inputs.device_of(options), "progress": advance, "loops": options.loops}
+        how |= {"custom_tasks": options.with_task}
+        recording = record_task(options.run, options.split, out, keep, options.examples, options.levels, **how)
+    size, depth = recording.num_examples, recording.num_loops
+    summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": depth}
+    trained = "" if depth == settings.num_loops else f" (trained with {settings.num_loops})"
+    title = f"{out}: {size:,} {recording.split} examples, {depth} loops{trained}. Forced exits:"
     print_by_loop(title, summary, {"accuracy": recording.correct.mean(axis=0).tolist()}, options.json)
 
 

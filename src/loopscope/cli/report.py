@@ -4,6 +4,8 @@ loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
     --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
+loopscope report runs/mine runs/demo/linear-gate --transfer \\
+    --gate gates/linear --out report
 """
 
 import argparse
@@ -18,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli import inputs
 from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.errors import UserError, brief, did_you_mean
+from loopscope.errors import UserError, brief, check_known
+from loopscope.files import out_folder
 from loopscope.recording_paths import find_recordings, recorded_name
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from loopscope.analysis.threshold_details import ThresholdDetails
     from loopscope.report.products import Product
 
-_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency", "mano_latency")
 """Products that are printed; the page has all."""
 _MAX_NAMES = 200
 """Letters of the names of runs in a note."""
@@ -39,7 +42,10 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
-    option(parser, "--out DIR", "folder of the report", type=inputs.out_folder, required=True)
+    option(parser, "--gate DIR", inputs.GATES, action="append")
+    crossed = "replay the rules of every run on the others, too: does a gate, stopper or threshold of one stop another?"
+    option(parser, "--transfer", crossed)
+    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
     add_shared(parser, "--at X", action="append")
     add_shared(parser, "--unseen", "--json")
     add_report_options(parser)
@@ -49,6 +55,8 @@ def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope report` was asked."""
     targets = target_accuracies(options.at)
     runs, reference = _runs(options)
+    if options.transfer and len(runs) < 2:
+        raise UserError("--transfer replays the rules of one run on another; give two runs or more.")
     for path in options.policy:
         inputs.load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
@@ -61,10 +69,13 @@ def execute(options: argparse.Namespace) -> None:
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = inputs.policies_by_model(options.policy, models, options.any_model)
-    sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
+    gates = inputs.gates_by_model(options.gate, [source.validation for source in sources])
+    given = zip(sources, policies, gates, strict=True)
+    sources = [replace(source, policies=own, gates=fitted) for source, own, fitted in given]
     with watched(options, "analysing") as advance:
-        results, details = analyse_models(sources, reference, targets, advance)
+        results, details = analyse_models(sources, reference, targets, advance, options.transfer)
     words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
+    words |= {"gate": options.gate, "transfer": options.transfer}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
     command = shown_command(["report", *options.runs], words)
@@ -105,9 +116,7 @@ def check_products(names: Sequence[str]) -> None:
 
     known = [*PRODUCTS.groups, *PRODUCTS.recipes]
     for name in names:
-        if name not in known:
-            choices = f"choose one of {', '.join(known)}"
-            raise UserError(f"There is no product '{name}'{did_you_mean(name, known)}; {choices}.")
+        check_known(name, known, "product")
 
 
 def show_report(

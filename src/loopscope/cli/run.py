@@ -27,15 +27,16 @@ from typing import Any, TextIO
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.options import add_shared, add_verb, option
+from loopscope.cli.options import add_shared, add_verb, loops, option
 from loopscope.cli.output import announce_device, percent, print_note
 from loopscope.errors import UserError
-from loopscope.files import atomic_file
+from loopscope.files import atomic_file, new_path
 from loopscope.frontier import choose
 from loopscope.learned.attach import attach, load_fitted
 from loopscope.policy import ExitPolicy
-from loopscope.recording_paths import find_recording
+from loopscope.recording_paths import find_recording, recordings_at
 from loopscope.tasks import Examples
+from loopscope.training.run_folder import task_of_run
 from loopscope.trajectory import Trajectory
 
 Parse = Callable[[list[str]], Examples]
@@ -59,9 +60,13 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
+    deeper = "run so many loops, fewer or more than in training (default: as many)"
+    option(parser, "--loops N", deeper, type=loops)
     option(parser, "--batch-size N", "rows to run at a time", default=256)
-    option(parser, "--out FILE", "file of the answers (default: standard output)", type=inputs.new_path)
+    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")
+    inputs.add_custom_model(parser)
 
 
 def _examples_file(text: str) -> str:
@@ -72,12 +77,14 @@ def _examples_file(text: str) -> str:
 
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope run` was asked."""
-    settings = inputs.finished_run(options.run)
+    settings = inputs.finished_run(options.run, options.with_model)
+    task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
-    policy = _policy(options)
-    inputs.check_runs_on(policy, options.run)
+    options.loops = options.loops or settings.num_loops
+    policy = _policy(options, settings.num_loops)
+    inputs.check_runs_on(policy, options.run, options.loops)
     with _lines(options.examples) as lines:
-        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+        reader = _Reader(options.examples, lines, partial(task.parse, longest=settings.block_size))
         requests = reader.requests()
         piped = options.examples == "-"  # whoever writes to a pipe need not have begun
         first = list(islice(requests, not piped))
@@ -95,8 +102,10 @@ def _answer(
     """Answers what is read, and says how it went."""
     from loopscope.engine.scheduler import in_order, run
 
+    inputs.import_models(options)
     model = ls.load_model(options.run, inputs.device_of(options))
-    notes, total, right, loops = inputs.unnamed_model(options.policy, policy), 0, 0, 0
+    model.set_depth(options.loops)
+    notes, total, right, taken = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
         for answer in in_order(run(model, policy, requests, options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
@@ -106,9 +115,9 @@ def _answer(
             is_right = answer.prediction == label
             entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
             print(json.dumps(entry | {"right": is_right}), file=out)
-            total, right, loops = total + 1, right + is_right, loops + answer.loop
+            total, right, taken = total + 1, right + is_right, taken + answer.loop
     if total:
-        measured = f"{percent(right / total)} right, {loops / total:.2f} loops on average"
+        measured = f"{percent(right / total)} right, {taken / total:.2f} loops on average"
         print_note(f"{total:,} examples under {policy}: {measured}.")
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
@@ -133,7 +142,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
         yield out
 
 
-def _policy(options: argparse.Namespace) -> ExitPolicy:
+def _policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
     if options.policy is not None:
         return inputs.load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
@@ -142,7 +151,13 @@ def _policy(options: argparse.Namespace) -> ExitPolicy:
         readout = gate.prefix + options.gate.absolute().name
     if options.threshold is not None:
         return inputs.policy_by_hand(readout, options.threshold, gate)
-    validation = Trajectory.load(find_recording(options.run, "validation"))
+    place = options.run if options.loops == trained else recordings_at(options.run, options.loops, trained)
+    validation = Trajectory.load(find_recording(place, "validation"))
+    if validation.num_loops != options.loops:
+        raise UserError(
+            f"The validation recording in {place} has {validation.num_loops} loops, and here {options.loops} are run; "
+            f"give --loops {validation.num_loops}, or a threshold."
+        )
     if gate is not None:
         gate.check_calibration(validation)
         validation = attach(validation, {options.gate.absolute().name: gate})

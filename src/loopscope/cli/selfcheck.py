@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import loopscope as ls
-from loopscope.cli.inputs import device_of, find_model, text_file
+from loopscope.cli.inputs import add_custom_model, device_of, find_model, finished_run, import_models, text_file
 from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, add_verb, given, option, rounds
 from loopscope.cli.output import print_note, print_sentences, print_table, show, working
 from loopscope.files import read_text
+from loopscope.models.checkpoint_folder import is_of_task
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
 
 if TYPE_CHECKING:
@@ -40,14 +41,18 @@ def define(subparsers: Any) -> None:
     option(parser, "--only KIND", kinds, action="append", choices=KINDS)
     option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)
     add_shared(parser, *COMPUTE)
+    add_custom_model(parser)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Do what `loopscope selfcheck` was asked."""
     folder = find_model(options.model, text=options.text is not None)
+    if is_of_task(folder):
+        finished_run(folder, options.with_model)
     from loopscope.checks.machine_checks import TEXT, selfcheck
 
     device = device_of(options)
+    import_models(options)
     text = None
     if options.text is not None or (folder / FILE).is_file():  # a model of a task has no tokenizer
         written = TEXT if options.text is None else read_text(options.text, "text file")

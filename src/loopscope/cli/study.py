@@ -7,25 +7,40 @@ loopscope study report mano
 """
 
 import argparse
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopscope.cli.inputs import device_of, out_folder
-from loopscope.cli.options import PRECISIONS, Parser, add_group, add_shared, add_verb, given, option
+from loopscope.cli.inputs import device_of
+from loopscope.cli.options import (
+    PRECISIONS,
+    Parser,
+    add_group,
+    add_shared,
+    add_verb,
+    given,
+    gpu_names,
+    option,
+    real_number,
+)
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, working
 from loopscope.cli.report import add_report_options, check_products, show_report, shown_command
 from loopscope.errors import UserError
+from loopscope.files import out_folder
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
 
 if TYPE_CHECKING:
     from loopscope.studies.plan import Model, Plan
+    from loopscope.training.settings import RunSettings
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
-_STEPS |= {"policy": "policies", "analysis": "analyses", "timing": "timings"}
+_STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
+_USUAL_TFLOPS = 40, 125
+"""Between these is what training reaches on a GPU of today, by rule of thumb: none of ours was there to be measured."""
 _HASH_DIGITS = 8
 """Of an artifact: as many as tell runs apart, and leave room for their names."""
 
@@ -49,8 +64,15 @@ def define(subparsers: Any) -> None:
         option(group, "--limit N", "take at most so many questions of every split")
         option(group, "--dtype NAME", "precision: float32, bfloat16 or float16", choices=PRECISIONS)
         parser.set_defaults(product=(), style="page")  # of all but `report`
+        if name == "plan":
+            rate = partial(real_number, fits=lambda value: 0 < value <= 1e6, which="above 0 and up to 1e6")
+            reached = "TFLOP/s that training reaches on your GPU (default: measured on --device)"
+            option(parser, "--tflops X", reached, type=rate)
         if name == "run":
             _add_execution(parser)
+            shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device; cuda is every GPU)"
+            option(parser, "--devices LIST", shared, type=gpu_names)
+            parser.excludes("devices", "device", "engine")
         if name == "report":
             add_report_options(parser)
 
@@ -60,7 +82,8 @@ def define_demo(subparsers: Any) -> None:
     option(parser, "--out DIR", "folder of the demo", type=out_folder, default="runs/demo")
     _add_compute(parser)
     _add_execution(parser)
-    parser.set_defaults(study="demo", product=(), style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
+    unused = dict.fromkeys((*_CHECKPOINT_OPTIONS, "devices"))
+    parser.set_defaults(study="demo", product=(), style="page", device="cpu", **unused)
 
 
 def _add_compute(parser: Parser) -> None:
@@ -76,7 +99,7 @@ def _add_execution(parser: Parser) -> None:
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
     option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the one this machine is in)")
     parser.needs(address="engine")
-    option(parser, "--workers N", "tasks to run at a time here (default: as there are cores)")
+    option(parser, "--workers N", "tasks to run at a time on cores here (default: as there are cores)")
     add_shared(parser, "--force", "--open")
 
 
@@ -85,6 +108,8 @@ def _run(options: argparse.Namespace) -> None:
 
     loopscope study run mano
     loopscope study run mano --workers 4 --threads 2
+    loopscope study run paper --device cuda  # on every GPU of this machine
+    loopscope study run paper --devices cuda:0,cuda:1
     loopscope study run paper --engine ray --address auto --device cuda \\
         --out /shared/paper
     loopscope study run ouro --device cuda
@@ -94,21 +119,39 @@ def _run(options: argparse.Namespace) -> None:
     An interrupted study continues with the same command. Whatever another study made already is used again.
     """
     expanded = _expand(options)
-    from loopscope.studies.executors import run_study, training_time
+    from loopscope.studies.executors import run_study, training_left, training_time
 
     check_products(expanded.study.products)
+    requested = options.device
+    options.device = requested if options.devices is None else "cuda"
     plan, store = _make_plan(options, expanded)
+    devices = _devices(options, requested)
     plan.check_folder(_out(options))
     if options.engine == "local" and not options.force:
-        for expected in training_time(plan.steps, store, options.device):
+        for expected in training_time(training_left(plan.steps, store), devices[0]):
             expected.check()
-    compute = (options.engine, options.address, options.device, options.threads, options.workers)
+    compute = (options.engine, options.address, devices, options.threads, options.workers)
     with working(options, plan.study.title, unit="steps of work") as advance:
         try:
             run_study(plan, store, advance, *compute)
         finally:
             plan.link(store, _out(options))
     _report(options, plan, store)
+
+
+def _devices(options: argparse.Namespace, requested: str) -> list[str]:
+    """The devices that share the work: the GPUs that are named, or all where the requested device has no number."""
+    from loopscope.models.device import check_device, devices_of_type
+
+    if options.devices is None and (options.engine == "ray" or requested not in ("auto", "cuda")):
+        return [options.device]
+    devices: list[str] = options.devices or devices_of_type(check_device(options.device))
+    for name in devices:
+        check_device(name)
+    if len(devices) > 1:
+        options.device = "cuda"
+        options.chosen_device = f"Devices: {', '.join(devices)}." if options.devices is None else None
+    return devices
 
 
 def _run_demo(options: argparse.Namespace) -> None:
@@ -184,26 +227,67 @@ def _plan(options: argparse.Namespace) -> None:
     """List what a study makes, and what of it is there.
 
     loopscope study plan mano
+    loopscope study plan paper --tflops 40  # the GPU hours at this rate
     loopscope study plan paper --json
     """
     plan, store = _make_plan(options, _expand(options))
-    from loopscope.studies.executors import training_time
+    from loopscope.studies.executors import training_left
+    from loopscope.training.estimate import step_flops
 
+    left = training_left(plan.steps, store)
+    known = [(settings, steps) for settings, steps in left if not settings.model.is_custom]
+    work = _Work(sum(steps for _, steps in left), sum(step_flops(settings) * steps for settings, steps in known))
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
         steps = [
             {"key": step.key, "needs": [need.key for need in step.needs], "done": step.done(store)}
             for step in plan.steps
         ]
-        print_json({"title": plan.study.title, "store": str(store), "models": models, "steps": steps})
+        training = {"steps": work.steps, "flop": work.flop}
+        if options.tflops is not None:
+            training["gpu_hours"] = work.hours(options.tflops)
+        summary = {"title": plan.study.title, "store": str(store), "training": training}
+        print_json({**summary, "models": models, "steps": steps})
         return
     _print_models(plan)
     _print_steps(plan, store)
-    if left := sum(step.units - step.units_done(store) for step in plan.steps if step.kind == "run"):
-        seconds = sum(each.seconds for each in training_time(plan.steps, store))
-        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
+    if left:
+        rest = "" if len(known) == len(left) else ", without those of custom models"
+        expected = _expected_time(options, known, work)
+        print_sentences(f"{work.steps:,} training steps are to be done: {expected}{rest}.")
     hashes = "; a run's is named run- and a hash, which begins as in the table"
     print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
+
+
+class _Work(NamedTuple):
+    """Training that is to be done."""
+
+    steps: int
+    flop: float
+
+    def hours(self, tflops: float) -> float:
+        return self.flop / (tflops * 1e12) / 3600
+
+
+def _expected_time(options: argparse.Namespace, left: "list[tuple[RunSettings, int]]", work: _Work) -> str:
+    """The time of training: at the rate that is given, at the one measured here, or of GPUs where no CPU does it."""
+    from loopscope.studies.executors import training_time
+
+    flop = f"{work.flop / 1e18:.3g} EFLOP"
+    if options.tflops is not None:
+        return f"{flop}, about {work.hours(options.tflops):,.3g} GPU hours at {options.tflops:g} TFLOP/s"
+    expected = training_time(left, options.device)
+    seconds = sum(each.seconds for each in expected)
+    if options.device != "cpu":
+        reached = work.flop / seconds / 1e12
+        return (
+            f"{flop}, about {seconds / 3600:,.3g} GPU hours at the {reached:.3g} TFLOP/s measured on {options.device}"
+        )
+    if any(each.is_too_long for each in expected):
+        slow, fast = _USUAL_TFLOPS
+        hours = f"{work.hours(fast):,.0f} to {work.hours(slow):,.0f} GPU hours at {fast} to {slow} TFLOP/s"
+        return f"{flop}, about {hours}, which is an estimate (--tflops takes the rate of yours)"
+    return f"about {clock(seconds)} of this machine's CPU"
 
 
 def _print_models(plan: "Plan") -> None:
@@ -220,6 +304,8 @@ def _print_models(plan: "Plan") -> None:
         print_table(plan.study.title, ["run", "artifact", "steps", "fitted gates", "harder examples"], trained)
     if scored:
         print_table(plan.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
+    if timed := [model.name for model in plan.models if model.timing and model.training]:
+        print_sentences(f"The exits of {', '.join(timed)} are timed.\n")
     if references := [model.name for model in plan.models if model.analysis.is_reference]:
         print_sentences(f"Trajectories are measured against {', '.join(references)}.\n")
 

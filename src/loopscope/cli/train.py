@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import device_of, find_model, out_folder, text_file
+from loopscope.cli.inputs import device_of, find_model, text_file
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, option
 from loopscope.cli.output import print_by_loop, print_json, working
+from loopscope.files import out_folder
 from loopscope.progress import clock, silent
 from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_continue_settings, read_pretrain_settings, read_settings
@@ -45,15 +46,16 @@ def define_pretrain(subparsers: Any) -> None:
 
 
 def _train_task(options: argparse.Namespace) -> None:
-    """Train a looped Transformer.
+    """Train a looped Transformer, or a model of your own.
 
     loopscope train demo --out runs/mine
     loopscope train demo --out runs/gate --set objective.name=learned_gate \\
         --set model.gate=linear
     loopscope train paper --out runs/paper --set training.seed=1  # on a GPU
     loopscope train my.toml --out runs/other --device cuda
-    # a function in my_losses.py
+    # a function in my_losses.py, a class in my_model.py
     loopscope train demo --out runs/own --set objective=my_losses:improving
+    loopscope train demo --out runs/model --set model=my_model:Net
     torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
         --device cuda
 
@@ -96,9 +98,14 @@ def _text_settings(options: argparse.Namespace) -> Any:
 
 
 def _task_run(options: argparse.Namespace) -> "TaskRun":
-    from loopscope.training.task_run import TaskRun
+    from loopscope.training.task_run import TaskRun, initial_model
 
-    return TaskRun(read_settings(options.settings, options.set), options.out)
+    run = TaskRun(read_settings(options.settings, options.set), options.out).with_model()
+    if run.is_custom:
+        from loopscope.checks.model_contract import check_model
+
+        check_model(initial_model(run.settings).eval())
+    return run
 
 
 def _text_run(options: argparse.Namespace) -> "TextRun":

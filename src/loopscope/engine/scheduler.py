@@ -2,20 +2,22 @@
 
 A request that exits is answered at once, and its slots go to the next in the queue. The block is the same at every
 depth, so rows at different loops share a batch; rows of different lengths are packed. Only what the policy's signal
-needs is computed at every loop; logits beyond that only for the requests that exit. The choices of a question branch
-off from its context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends
-on its neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay`
-counts where it is
-not.
+needs is computed at every loop; logits beyond that only for the requests that exit. Where a model divides its loops
+(`early_pooled`), rows that exit do not run the rest of their last one. The choices of a question branch off from its
+context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends on its
+neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay` counts where
+it is not.
 
 Shapes: N active requests, T loops, D width, V vocabulary, C choices.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,11 +45,10 @@ _CLOSE = 1e-5
 """How near (relative) a signal comes to the threshold where rounding may decide."""
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, eq=False):
     key: Any
     loop: int  # the loop at which the request stopped
-    logits: NDArray[np.float32] = field(repr=False)  # [V], or [C] for a question with choices
+    logits: NDArray[np.float32]  # [V], or [C] for a question with choices
     greedy: NDArray[np.bool_] | None = None  # [C] where it was asked for: the choice is what greedy decoding would say
 
     @property
@@ -84,19 +85,14 @@ def run(
     held: Request | None = None  # did not fit any more
     invalid: UserError | None = None
     while True:
-        new, count, tokens = [], batch.count, 0 if batch_tokens is None else batch.tokens
-        while count < batch_size and (request := held or next(waiting, None)) is not None:
-            held = None
-            try:
-                batch.check(request)
-            except UserError as error:
-                invalid, waiting = error, iter(())
-                break
-            if count and batch_tokens is not None and tokens + len(request.tokens) > batch_tokens:
-                held = request
-                break
-            new.append(request)
-            count, tokens = count + 1, tokens + len(request.tokens)
+        room = batch_size - batch.count
+        if batch_tokens is None:
+            new = list(islice(waiting, room))
+        else:
+            new, held = _fitting(waiting, held, room, batch_tokens - batch.tokens, not batch.count)
+        new, error = batch.checked(new)
+        if error is not None:
+            invalid, waiting, held = error, iter(()), None
         if not new and not batch.count:
             break
         yield from batch.advance(new)
@@ -104,6 +100,20 @@ def run(
             break
     if (failure := batch.failure or invalid) is not None:
         raise failure
+
+
+def _fitting(
+    waiting: Iterator[Request], held: Request | None, room: int, tokens: int, alone: bool
+) -> tuple[list[Request], Request | None]:
+    """As many of those that wait as there is room for, and the first that has too many tokens; `alone` it may run."""
+    new: list[Request] = []
+    while len(new) < room and (request := held or next(waiting, None)) is not None:
+        held = None
+        tokens -= len(request.tokens)
+        if tokens < 0 and (new or not alone):
+            return new, request
+        new.append(request)
+    return new, held
 
 
 def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
@@ -140,8 +150,30 @@ class _RunningBatch:
     def tokens(self) -> int:
         return sum(len(request.tokens) for request in self._requests)
 
-    def check(self, request: Request) -> None:
-        """Reject a request that the model cannot take, or not with those before it."""
+    def checked(self, new: list[Request]) -> tuple[list[Request], UserError | None]:
+        """Those before the first that the model cannot take, or not with those before it, and why it cannot."""
+        try:
+            self._check_together(new)
+        except UserError:
+            for place, request in enumerate(new):
+                try:
+                    self._check(request)
+                except UserError as error:
+                    return new[:place], error
+        return new, None
+
+    def _check_together(self, new: list[Request]) -> None:
+        """Single rows are looked at as one array: one by one takes a twentieth of a small model's time."""
+        if not new or any(request.scored or request.shared or request.score for request in new):
+            for request in new:
+                self._check(request)
+            return
+        rows = [request.rows[0] for request in new]
+        self._check(new[0])
+        self._model.check_length(max(map(len, rows)))
+        check_tokens(self._model, np.concatenate(rows), "A request")
+
+    def _check(self, request: Request) -> None:
         scope, model = self._decision.policy.scope, self._model
         self._questions = bool(request.scored) if self._questions is None else self._questions
         if bool(request.scored) != self._questions:
@@ -169,22 +201,31 @@ class _RunningBatch:
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
         """One loop of everybody, with these requests added; answers the requests that exit."""
-        before = self._gather(new)
+        state = self._gather(new)
         self._loops = self._loops + 1
         if self._shares:
             self._prefix_cache.evict_unused(self._requests)
-            before = before.with_cache(self._prefix_cache.shared_prefix(self._requests, self._loops))
-        self._state = self._model.step(before)
+            state = state.with_cache(self._prefix_cache.shared_prefix(self._requests, self._loops))
+        begun = None if self._must_run_whole else self._model.early_pooled(state, trunk_ends(state))
+        pooled, state = (None, self._model.step(state)) if begun is None else begun
         self._decision.rows = np.arange(self.count)
-        outputs = _LoopOutputs(self._model, self._state, self._requests, self._mean)
+        outputs = _LoopOutputs(self._model, state, self._requests, self._mean, pooled)
         logits = outputs.logits if self._decision.reads_logits else None
         exits = self._decision.exits(self._loops, logits, lambda: outputs.pooled)
-        if not exits.any():
-            return []
-        answers = list(self._answers(outputs, np.flatnonzero(exits)))
-        self._decision.keep(~exits)
-        self._requests, self._loops = self._requests[~exits], self._loops[~exits]
+        answers = list(self._answers(outputs, np.flatnonzero(exits))) if exits.any() else []
+        if exits.any():
+            self._decision.keep(~exits)
+            self._requests, self._loops = self._requests[~exits], self._loops[~exits]
+        if begun is not None and self.count:
+            state = self._model.finish_step(state.take(self._decision.rows) if exits.any() else state)
+            self._decision.rows = np.arange(self.count)
+        self._state = state
         return answers
+
+    @property
+    def _must_run_whole(self) -> bool:
+        """Whether all rows need all of the loop: nobody may exit, or more is read of who does than one state."""
+        return bool(self._questions or self._shares or (self._loops < self._decision.first_exit).all())
 
     def _answers(self, outputs: "_LoopOutputs", leaving: Integers) -> Iterator[Answer]:
         """The answers of these requests; one whose logits are not finite has none."""
@@ -194,15 +235,19 @@ class _RunningBatch:
             logits = scores.astype(np.float32)
         else:
             logits = outputs.logits_of(leaving)
+        requests, loops = self._requests[leaving].tolist(), self._loops[leaving].tolist()
+        if self._questions:  # whose scores were checked
+            for place, (request, loop) in enumerate(zip(requests, loops, strict=True)):
+                width = len(request.rows)
+                same = None if greedy is None else greedy[place, :width]
+                yield Answer(request.key, loop, logits[place, :width], same)
+            return
         finite = np.isfinite(logits.max(axis=-1))
-        for place, number in enumerate(leaving.tolist()):
-            request = self._requests[number]
-            width = len(request.rows) if self._questions else None
-            if not finite[place] and not self._questions:  # the scores of questions were checked
-                self.failure = not_finite("logits")
-                continue
-            same = None if greedy is None else greedy[place, :width]
-            yield Answer(request.key, int(self._loops[number]), logits[place, :width], same)
+        if not finite.all():
+            self.failure = not_finite("logits")
+        for request, loop, row, answered in zip(requests, loops, logits, finite.tolist(), strict=True):
+            if answered:
+                yield Answer(request.key, loop, row)
 
     def _gather(self, new: list[Request]) -> LoopState:
         """The state of the requests that stay and of new ones, by length: that leaves the fewest cells empty.
@@ -233,14 +278,18 @@ class _RunningBatch:
 class _LoopOutputs:
     """What the active requests say after a loop; each part is computed when it is asked for."""
 
-    def __init__(self, model: LoopedModel, state: LoopState, requests: Array, mean: bool) -> None:
-        self._model, self._state, self._requests = model, state, requests
+    def __init__(
+        self, model: LoopedModel, state: LoopState, requests: Array, mean: bool, pooled: Tensor | None = None
+    ) -> None:
+        self._model, self._state, self._requests, self._pooled = model, state, requests, pooled
         self._questions = bool(requests[0].scored)
         self._mean = mean and self._questions
 
     @cached_property
     def pooled(self) -> Tensor:
         """[N, D]"""
+        if self._pooled is not None:
+            return self._pooled
         return decision_states(self._model, self._state, self._requests, self._mean)
 
     @cached_property

@@ -1,13 +1,13 @@
 """How does a fitted gate or stopper become a readout of a recording? Its signal stands beside the recorded ones."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 from loopscope.artifacts import read_manifest, read_whole
 from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, FittedGate
 from loopscope.learned.stopper import STOPPER_KINDS, Stopper
+from loopscope.readouts.signals import Signal
 from loopscope.splits import FITTED_ON
 from loopscope.trajectory import Trajectory
 
@@ -23,13 +23,13 @@ def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
     """The recording with the signal `gate:NAME` or `stopper:NAME` of each of these, and what they were fitted to."""
     if not gates:
         return trajectory
-    signals, known = dict(trajectory.signals), trajectory.provenance.get(FITTED_ON)
+    signals, known = dict[str, Signal](), trajectory.provenance.get(FITTED_ON)
     fitted_on = dict(known) if isinstance(known, dict) else {}
     for readout, gate in by_readout(gates).items():
         gate.check(trajectory.provenance.get("weights_sha256"))
         signals[readout] = gate.values(trajectory)
         fitted_on[readout] = dict(gate.provenance)
-    return replace(trajectory, signals=signals, provenance={**trajectory.provenance, FITTED_ON: fitted_on})
+    return trajectory.with_signals(signals, {**trajectory.provenance, FITTED_ON: fitted_on})
 
 
 def load_fitted(folder: str | Path) -> Fitted:

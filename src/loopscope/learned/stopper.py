@@ -13,8 +13,9 @@ Replay and live running evaluate the forests by the same lines of NumPy. `stoppe
 Shapes: N rows, T loops, F signals, E edges of a signal's bins, K trees a loop, M nodes of all trees, G prices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -132,12 +133,10 @@ class Stopper:
     def values(self, trajectory: Trajectory) -> Signal:
         """[N, T] its signal on a recording; at full depth 0, where nothing is left to gain."""
         self.check_depth(trajectory.num_loops)
-        bins = bins_before_last(read_signals(self.signals, trajectory), self.edges)
-        result = np.zeros((trajectory.num_examples, self.num_loops))
-        before = np.zeros_like(bins[:, 0])
-        for loop in range(self.num_loops - 1):
-            result[:, loop] = self._scores(loop, bins[:, loop], before)
-            before = bins[:, loop]
+        result, before = np.zeros((trajectory.num_examples, self.num_loops)), None
+        for loop, bins in enumerate(bins_by_loop(self.signals, trajectory, self.edges)):
+            result[:, loop] = self._scores(loop, bins, np.zeros_like(bins) if before is None else before)
+            before = bins
         return result
 
     def step(self, now: Array, state: State | None) -> tuple[Signal, State]:
@@ -167,14 +166,21 @@ class Stopper:
 
     def _forest(self, loop: int, features: Array) -> Signal:
         """[N, G] the mean over the trees of a loop."""
-        node = np.tile(self.roots[loop], (len(features), 1))
-        rows = np.arange(len(features))[:, None]
+        first = np.arange(len(features))[:, None] * features.shape[1]
+        values, node = features.ravel(), np.tile(self.roots[loop], (len(features), 1))
+        feature, children = self._walk
         while True:
-            goes_below = features[rows, self.feature[node]] <= self.threshold[node]
-            after = np.where(goes_below, self.below[node], self.above[node])
+            goes_above = values.take(feature.take(node) + first) > self.threshold.take(node)
+            after = children.take(2 * node + goes_above)
             if np.array_equal(after, node):
                 return self.value[node].mean(axis=1, dtype=np.float64)
             node = after
+
+    @cached_property
+    def _walk(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """[M] what every node asks for, and [2 M] where it goes on: below, above; of the type that indexes fastest."""
+        children = np.stack((self.below, self.above), axis=1).ravel()
+        return self.feature.astype(np.intp), children.astype(np.intp)
 
     def save(self, folder: str | Path) -> None:
         """Writes the stopper, whole or not at all."""
@@ -219,19 +225,16 @@ def readable(name: str) -> Readout:
     return found
 
 
-def read_signals(names: tuple[str, ...], trajectory: Trajectory) -> Signal:
-    """[N, T, F]"""
-    return np.stack([signal(name, trajectory) for name in names], axis=2)
+def bins_by_loop(names: tuple[str, ...], trajectory: Trajectory, edges: Array) -> Iterator[Array]:
+    """[N, F] the bins of these signals, at every loop that has edges [T-1, F, E]."""
+    values = [signal(name, trajectory) for name in names]
+    for loop, own in enumerate(edges):
+        yield bins_of(np.stack([each[:, loop] for each in values], axis=1), own)
 
 
-def bins_before_last(signals: Signal, edges: Array) -> NDArray[np.int32]:
-    """[N, T-1, F] the bins of signals [N, T, F] at the loops that have edges [T-1, F, E]."""
-    return np.stack([bins_of(signals[:, loop], own) for loop, own in enumerate(edges)], axis=1)
-
-
-def bins_of(signals: Array, edges: Array) -> NDArray[np.int32]:
+def bins_of(signals: Array, edges: Array) -> Array:
     """[N, F] in which bin each of these signals [N, F] of a loop is; in the first where it has no value yet."""
     columns = [np.searchsorted(own, values, side="right") for values, own in zip(signals.T, edges, strict=True)]
-    bins = np.stack(columns, axis=1).astype(np.int32)
+    bins = np.stack(columns, axis=1).astype(np.min_scalar_type(edges.shape[1]))
     bins[np.isnan(signals)] = 0
     return bins

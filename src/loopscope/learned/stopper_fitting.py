@@ -18,21 +18,23 @@ from numpy.typing import NDArray
 
 from loopscope.config import Count, Seed, Settings, build, plain
 from loopscope.errors import UserError
-from loopscope.learned.stopper import Stopper, StopperKind, bins_before_last, price_index, read_signals, readable
+from loopscope.learned.stopper import Stopper, StopperKind, bins_of, price_index, readable
 from loopscope.readouts.readout import POST_HOC
-from loopscope.readouts.replay import has_signal
-from loopscope.readouts.signals import Array, Signal
-from loopscope.splits import check_fitting, fitting_data
+from loopscope.readouts.replay import has_signal, signal
+from loopscope.readouts.signals import OWN_GATES, Array, Signal
+from loopscope.splits import check_split, fitting_data
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
 PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0])
 """Of a loop, in accuracy: at 0.01 a loop is worth it if it makes one more example in a hundred right."""
-SIGNALS_READ = ("gate", *POST_HOC, "patience", "settling", "hidden_acceleration")
+SIGNALS_READ = (*OWN_GATES, *POST_HOC, "patience", "settling", "hidden_acceleration")
 """Those that a stopper reads, where the recording has them."""
 _EDGES, _FOLDS = 127, 3
 MIN_EXAMPLES, MIN_UNITS = 100, 10
 """Examples, and sequences or different inputs, below which nothing is learned."""
+MAX_EXAMPLES = 1 << 15
+"""Of more examples, so many drawn at random are fitted to."""
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
@@ -65,7 +67,7 @@ def fit_out_of_bag(
 ) -> FittedStopper:
     """The same, and what it says of the recording itself without having seen the example."""
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
-    check_fitting(recording, "stopper")
+    check_split(recording, "A stopper must not be fitted", "train")
     if too_little := why_not_learned(recording):
         raise UserError(too_little)
     names = tuple(stopper_signals(recording) if signals is None else signals)
@@ -74,11 +76,21 @@ def fit_out_of_bag(
     for name in names:
         readable(name)
     right = recording.correct if settings.gain == "correct" else recording.predicted == recording.predicted[:, -1:]
-    values = read_signals(names, recording)
-    edges = np.stack([_edges(values[:, loop]) for loop in range(recording.num_loops - 1)])
+    rows, units = _learned_from(recording, settings.seed)
+    values = [signal(name, recording) for name in names]
+    edges, bins = [], []
+    for loop in range(recording.num_loops - 1):
+        now = np.stack([each[rows, loop] for each in values], axis=1)
+        edges.append(_edges(now))
+        bins.append(bins_of(now, edges[-1]))
     provenance = {"stopper": plain(settings), **fitting_data(recording)}
-    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), _kept_together(recording))
-    return fitting.run(provenance)
+    fitting = _Fitting(settings, names, np.stack(edges), bins, right[rows].astype(np.float64), units)
+    stopper, out_of_bag = fitting.run(provenance)
+    if len(out_of_bag) == recording.num_examples:
+        return FittedStopper(stopper, out_of_bag)
+    everywhere = stopper.values(recording)
+    everywhere[rows] = out_of_bag
+    return FittedStopper(stopper, everywhere)
 
 
 def why_not_learned(recording: Trajectory) -> str:
@@ -99,6 +111,25 @@ def _kept_together(recording: Trajectory) -> Array | None:
     return recording.copies if recording.units is None else recording.units
 
 
+def _learned_from(recording: Trajectory, seed: int) -> tuple[Any, Array | None]:
+    """The examples that a stopper is fitted to, and the unit [n] of each if some belong together.
+
+    All of them, or of many some units drawn by lot: more would hardly change a forest of such coarse trees.
+    """
+    together = _kept_together(recording)
+    if recording.num_examples <= MAX_EXAMPLES:
+        return slice(None), together
+    drawn = np.random.default_rng(seed)
+    if together is None:
+        return np.sort(drawn.permutation(recording.num_examples)[:MAX_EXAMPLES]), None
+    order = drawn.permutation(together.max() + 1)
+    enough = int(np.searchsorted(np.bincount(together)[order].cumsum(), MAX_EXAMPLES, side="right"))
+    chosen = np.zeros(len(order), dtype=bool)
+    chosen[order[: max(enough, MIN_UNITS)]] = True
+    rows = np.flatnonzero(chosen[together])
+    return rows, np.unique(together[rows], return_inverse=True)[1]
+
+
 def stopper_signals(*recordings: Trajectory) -> list[str]:
     """The signals that a stopper can read on all of these recordings."""
     return [name for name in SIGNALS_READ if all(has_signal(name, each) for each in recordings)]
@@ -110,12 +141,11 @@ class _Fitting:
         settings: StopperSettings,
         names: tuple[str, ...],
         edges: Array,
-        values: Signal,
+        bins: list[Array],
         right: Signal,
         units: Array | None,
     ) -> None:
-        self._settings, self._names, self._edges, self._right = settings, names, edges, right
-        self._bins = bins_before_last(values, edges)
+        self._settings, self._names, self._edges, self._bins, self._right = settings, names, edges, bins, right
         self._forests: list[_Trees] = []
         self._fold: Array | None = None  # [N] of whole sequences, or of all copies of an input
         if units is not None:
@@ -141,10 +171,9 @@ class _Fitting:
 
     def _forest(self, loop: int, targets: Signal) -> Signal:
         """Fits a loop's forest to targets [N, G]; [N, G] what is said of each example by trees that did not have it."""
-        features = self._bins[:, [loop, max(loop - 1, 0)]].astype(np.float32)
-        if loop == 0:
-            features[:, 1] = 0
-        features = features.reshape(len(features), -1)
+        now = self._bins[loop]
+        before = self._bins[loop - 1] if loop else np.zeros_like(now)
+        features = np.concatenate((now, before), axis=1).astype(np.float32)
         fitted_to = targets if targets.shape[1] > 1 else targets[:, 0]
         forest = self._grown(loop, features, fitted_to)
         self._forests.append(_Trees.of(forest))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopscope.config import read_json, write_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, check_known
 from loopscope.files import atomic_file, require_file
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint_folder import (
@@ -35,6 +35,7 @@ from loopscope.models.checkpoint_folder import (
     stored_sha256,
     weight_files,
 )
+from loopscope.models.custom_model import custom_model
 from loopscope.models.decoder_layers import NetworkConfig
 from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
@@ -69,13 +70,14 @@ def load_model(
     On a CPU, large matrices are packed for few tokens where a measurement says that this is faster
     (`models/linear.py`): such a model answers, and cannot be trained. With `pack=False` they stay as they are.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
+    if dtype is not None:
+        check_known(dtype, DTYPES, "precision")
     device = check_device(device)
     path = find_checkpoint(source, revision)
     check_hashes(path)
     model = model_without_weights(path)
     fill(model, path, device, None if dtype is None else DTYPES[dtype])
+    model.to(device)  # what no file holds: constants that a class of the user's has made
     model.eval().requires_grad_(False)
     model.identify_by(partial(stored_sha256, path.resolve()))
     if pack:
@@ -84,8 +86,11 @@ def load_model(
 
 
 def model_without_weights(folder: Path) -> LoopedModel:
-    """The model of a checkpoint as its configuration describes it, on the meta device."""
+    """The model that the configuration of a checkpoint describes: on the meta device, or of the user's, on the CPU."""
     config = read_config(folder)
+    if isinstance(config, CheckpointConfig) and config.model.is_custom:
+        with torch.random.fork_rng(devices=[]):
+            return custom_model(config.model, config.vocab_size, config.block_size)
     with torch.device("meta"):
         if isinstance(config, CheckpointConfig):
             return LoopedTransformer(config.model, config.vocab_size, config.block_size)
@@ -205,7 +210,7 @@ def gate_tensors(folder: Path) -> dict[str, str]:
     """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
     config = read_config(folder)
     if isinstance(config, CheckpointConfig):
-        return Gate.tensors(config.model.gate, "gate.")
+        return {} if config.model.is_custom else Gate.tensors(config.model.gate, "gate.")
     looped = isinstance(config, LoopedLlamaConfig) and config.looping.gate == "linear"
     gated = looped or isinstance(config, OuroConfig)
     return {part: f"model.early_exit_gate.{part}" for part in ("weight", "bias")} if gated else {}
@@ -214,7 +219,8 @@ def gate_tensors(folder: Path) -> dict[str, str]:
 def weights_sha256(folder: Path) -> str:
     """What tells this model from any other: the hash of its weights, and of the configuration where it has one.
 
-    A run of LoopScope's own has none: `hashes.json` holds its configuration to what the run wrote.
+    A run of LoopScope's own has one only where the same weights can compute otherwise; `hashes.json` holds the rest.
     """
     config = read_config(folder)
-    return with_configuration(stored_sha256(folder), config.sha256 if isinstance(config, NetworkConfig) else None)
+    own = config.model.sha256 if isinstance(config, CheckpointConfig) else config.sha256
+    return with_configuration(stored_sha256(folder), own)

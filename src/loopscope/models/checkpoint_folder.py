@@ -16,11 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loopscope.artifacts import sha256
-from loopscope.config import Layers, Loops, Positions, Settings, Vocabulary, Width, digest, read_json, write_json
+from loopscope.config import (
+    Layers,
+    Loops,
+    Option,
+    Positions,
+    Settings,
+    Vocabulary,
+    Width,
+    digest,
+    plain,
+    read_json,
+    write_json,
+)
 from loopscope.errors import UserError
 from loopscope.files import is_file, is_folder, is_plain_name, no_folder
+from loopscope.user_code import is_user_name
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -89,11 +103,69 @@ class TransformerSettings(Settings, frozen=True, kw_only=True):
     bias: bool = True
     gate: GateKind = "none"
     positions: Literal["rotary", "learned"] = "rotary"
+    injection: bool | UnsetType = UNSET  # every loop reads the embedding again: h_t = block(h_{t-1} + e), from h_0 = 0
+    norm: Literal["pre", "post"] | UnsetType = UNSET  # before attention and MLP (default), or after the residual sums
+    loop_norm: bool | UnsetType = UNSET  # the next loop starts from the final norm of this one's state, as in Ouro
 
     def __post_init__(self) -> None:
         even = self.positions == "learned" or self.width // self.heads % 2 == 0
         message = f"width {self.width} does not divide into {self.heads} heads of an even width"
         require_values((self.width % self.heads == 0 and even, message))
+        for name, usual in _VARIANTS.items():
+            if getattr(self, name) == usual:
+                msgspec.structs.force_setattr(self, name, UNSET)  # no file mentions it
+
+    @property
+    def sha256(self) -> str | None:
+        """What tells this network from another with the same weights; None of one without such a choice."""
+        chosen = {name: value for name in _VARIANTS if (value := getattr(self, name)) is not UNSET}
+        return digest(chosen)[:16] if chosen else None
+
+
+_VARIANTS = {"injection": False, "norm": "pre", "loop_norm": False}
+"""Settings that add no weights, and their defaults."""
+_OF_ANY_MODEL = ("loops", "block_size", "gate")
+
+
+class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
+    """What a run trains: LoopScope's looped Transformer, or a class of the user's.
+
+    A class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments, and `gate` if there is one.
+    """
+
+    name: str | UnsetType = UNSET  # module:Class
+    options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the class
+    source_sha256: str | UnsetType = UNSET  # of the class's module, as it was when the run began
+
+    def __post_init__(self) -> None:
+        if self.name is UNSET:
+            own = all(value is UNSET for value in (self.options, self.source_sha256))
+            require_values((own, "options are of a class of your own; name it: name = 'module:Class'"))
+            super().__post_init__()
+            return
+        wrong = f"there is no model '{self.name}'; name a class of your own as 'module:Class'"
+        require_values((is_user_name(self.name), wrong))
+        usual = plain(TransformerSettings())
+        for field in TransformerSettings.__struct_fields__:
+            if field in _OF_ANY_MODEL:
+                continue
+            given = getattr(self, field)
+            message = f"{field} is of the built-in model; leave it out, or give it to '{self.name}' as options.{field}"
+            require_values((given is UNSET or given == usual.get(field), message))
+            msgspec.structs.force_setattr(self, field, UNSET)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a class of the user's."""
+        return self.name is not UNSET
+
+
+def not_registered(name: str) -> UserError:
+    """What is said of a model whose class the user has not named."""
+    return UserError(
+        f"This is a model of the class '{name}', and LoopScope imports no code because a checkpoint names it; if you "
+        f"trust that module, add --with-model {name} (from Python: loopscope.register_model('{name}'))."
+    )
 
 
 class ModelType(msgspec.Struct, frozen=True):
@@ -107,7 +179,7 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     schema_version: Literal[1] = 1
     vocab_size: Vocabulary
     block_size: Positions
-    model: TransformerSettings
+    model: ModelSettings
     run: dict[str, Any]  # the settings of the run that trained it
 
 

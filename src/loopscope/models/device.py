@@ -30,6 +30,13 @@ def check_device(name: str | torch.device) -> torch.device:
     raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).")
 
 
+def devices_of_type(device: torch.device) -> list[str]:
+    """Every device of this type that this machine has: one for each CUDA device, and otherwise the device itself."""
+    if device.type != "cuda":
+        return [device.type]
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+
+
 def accumulator(device: torch.device) -> torch.dtype:
     """What sums are taken in: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -45,8 +52,10 @@ def upload(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
 
 def synchronize(device: torch.device) -> None:
     """Waits until a device that works on its own has done all it was told to do."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def cores() -> int:

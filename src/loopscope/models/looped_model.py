@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 from loopscope.model_identity import with_configuration
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import CachedRows
@@ -122,6 +122,8 @@ class LoopedModel(nn.Module):
     that attends."""
     branches: ClassVar[bool] = False
     """Whether the branches of a row (`layout.host_branches`) see its trunk and themselves, and not each other."""
+    any_depth: ClassVar[bool] = True
+    """Whether more loops than `num_loops` mean something; False where a model has learned something for each loop."""
     gradient_checkpointing: bool = False
     """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
     unneeded: tuple[str, ...] = ()
@@ -211,6 +213,17 @@ class LoopedModel(nn.Module):
         """`pooled` after one more loop, the last of these rows, from a model that can leave out what is not read."""
         return None
 
+    def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
+        """`pooled` after one more loop, and the state in the middle of that loop, from which `finish_step` goes on.
+
+        So rows that exit do not run the rest of the loop. None from a model whose loops are not divided.
+        """
+        return None
+
+    def finish_step(self, begun: LoopState) -> LoopState:
+        """What `step` returns, from the middle of the loop; of some of the rows, if others were left out there."""
+        raise NotImplementedError
+
     def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
         """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
 
@@ -247,6 +260,22 @@ class LoopedModel(nn.Module):
                 "docs/your-model.md says how a model gets there."
             )
 
+    def set_depth(self, loops: int) -> None:
+        """Run `loops` loops from now on, in place of those that the model was trained for; 1 or more.
+
+        Raises `UserError` where the model cannot: it has learned something for each loop, or fails beyond the last.
+        """
+        trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
+        if loops > trained and not self.any_depth:
+            raise UserError(f"{beyond}: it has learned something for each loop (any_depth = False); ask for fewer.")
+        self.num_loops = loops
+        try:
+            with torch.inference_mode():
+                self.loops(torch.zeros((1, 1), dtype=torch.int64))
+        except Exception as error:
+            self.num_loops = trained
+            raise UserError(f"{beyond} ({reason(error)}); ask for fewer.") from error
+
     def ideal_speedup(self, loops: float) -> float:
         """How much faster than full depth a token is after so many loops, if it takes what its layers take: those
         before the loops once, those of the head once, at the exit."""
@@ -272,8 +301,11 @@ class LoopedModel(nn.Module):
     def _stepped(self, state: LoopState) -> LoopState:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.step(state)
-        draws = any(isinstance(each, nn.Dropout) and each.training and each.p for each in self.modules())
-        return checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
+
+        def step(hidden: Tensor) -> LoopState:
+            return self.step(replace(state, hidden=hidden))
+
+        return checkpoint(step, state.hidden, use_reentrant=False)  # draws the same random numbers again, if any
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`pooled` and `head_input`, which are one tensor unless the head attends."""

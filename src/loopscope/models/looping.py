@@ -19,7 +19,7 @@ from torch import Tensor
 from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError, explained
-from loopscope.files import is_file, is_folder, is_there, remove_leftovers
+from loopscope.files import is_file, is_folder, new_path
 from loopscope.models.checkpoint import fill, require_finite, save_model
 from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, SOURCES, find_checkpoint, read_model_type
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
@@ -70,10 +70,7 @@ def loop(
     The layers in `drop` are left out. Of the others the first `prelude` run once, the next `core` in each of `loops`
     loops, and the rest at every exit; with all layers and no damping, loop 1 is the original model.
     """
-    target, dropped = Path(out), sorted(set(drop))
-    if is_there(target):
-        remove_leftovers(target)
-        raise UserError(f"{target} is there already; choose another place, or remove it.")
+    target, dropped = new_path(out), sorted(set(drop))
     original = _read(source)
     layers = original.config["num_hidden_layers"]
     if outside := [number for number in dropped if not 0 <= number < layers]:

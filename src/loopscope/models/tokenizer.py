@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UNUSABLE_TOKENIZER, UserError, brief, explained
+from loopscope.errors import UserError, brief, explained, tokenizing
 from loopscope.files import is_folder, read_bytes, read_text
 
 END = "<|endoftext|>"
@@ -136,7 +136,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def tokenize_documents(documents: Sequence[str], checkpoint: Path) -> list[NDArray[np.int64]]:
     """The tokens of every document, and nothing before or after them."""
     tokenizer = load_tokenizer(checkpoint).backend_tokenizer
-    with explained(UNUSABLE_TOKENIZER):
+    with tokenizing():
         encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
     return [np.array(tokens.ids, dtype=np.int64) for tokens in encoded]
 
@@ -163,14 +163,14 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
         text.encode()
     except UnicodeEncodeError:  # which a JSON file can write and no text can hold
         raise UserError(f"'{text[:60]}' is not text in Unicode: it holds half a character.") from None
-    with explained(UNUSABLE_TOKENIZER):
+    with tokenizing():
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of these tokens, without special ones."""
-    with explained(UNUSABLE_TOKENIZER):
+    with tokenizing():
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -181,6 +181,8 @@ class Detokenizer:
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        decoder = tokenizer.backend_tokenizer.decoder
+        self._may_panic = decoder is not None and b"Regex" in decoder.__getstate__()
         self.tokens: list[int] = []
         self.text = ""
         """What is sure by now; the rest of a character may be still to come."""
@@ -188,7 +190,7 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """What this token makes sure."""
         self.tokens.append(token)
-        with explained(UNUSABLE_TOKENIZER):
+        with tokenizing(self._may_panic):
             new = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self.text += new
         return new

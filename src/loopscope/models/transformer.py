@@ -3,10 +3,17 @@
 h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
 is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
 
+Three options of the architecture change how the same weights compute, so that models differ in nothing else:
+
+- injection: h_t = block(h_{t-1} + e) with the embedding e, from h_0 = 0; loop 1 is that of a model without it;
+- norm = "post": the norms stand after the residual sums, z = LN(h + attention(h)), h = LN(z + MLP(z));
+- loop_norm: h_t = LN(block(h_{t-1})) by the final norm, so that r_t = h_t and the next loop starts from it, as in Ouro.
+
 Shapes: B rows, S states, D width, V vocabulary.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +24,7 @@ from torch.func import functional_call
 from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
 from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
 from loopscope.models.decoder_layers import through
-from loopscope.models.looped_model import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
 ROTARY_BASE = 10_000.0
@@ -31,12 +38,17 @@ class LoopedTransformer(LoopedModel):
         self.num_loops = settings.loops
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.settings = settings
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
         self.block = nn.ModuleList(TransformerLayer(settings, str(number)) for number in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
         self._initialise(settings.layers)
+
+    @property
+    def configuration_sha256(self) -> str | None:
+        return self.settings.sha256
 
     def _initialise(self, layers: int) -> None:
         """std 1/sqrt(fan_in) at every width: GPT-2's fixed 0.02 is far too small for a width of 64."""
@@ -56,20 +68,37 @@ class LoopedTransformer(LoopedModel):
         hidden = self.embedding(tokens)
         if self.position is not None:
             hidden = hidden + self.position(layout.positions)
-        return initial_loop_state(hidden, layout)
+        state = initial_loop_state(hidden, layout)
+        return InjectedState(torch.zeros_like(hidden), layout, state.loop, hidden) if self.settings.injection else state
 
     def step(self, state: LoopState) -> LoopState:
-        return LoopState(through(self.block, state.hidden, state.layout), state.layout, state.loop + 1)
+        hidden = through(self.block, _entering(state), state.layout)
+        return replace(state, hidden=self.norm(hidden) if self.settings.loop_norm else hidden, loop=state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        hidden = through(before, state.hidden, state.layout)
+        hidden = through(before, _entering(state), state.layout)
         return self.norm(last.at(positions, hidden, state.layout))
 
+    def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState]:
+        """The MLP of the last layer, and what comes after it, run only where they are read."""
+        *before, last = self.block
+        assert isinstance(last, TransformerLayer)
+        attended = last.with_attention(through(before, _entering(state), state.layout), state.layout)
+        pooled = self.norm(last.with_mlp(attended.index_select(0, state.layout.states_at(positions))))
+        return pooled, replace(state, hidden=attended)
+
+    def finish_step(self, begun: LoopState) -> LoopState:
+        last = self.block[-1]
+        assert isinstance(last, TransformerLayer)
+        hidden = last.with_mlp(begun.hidden)
+        return replace(begun, hidden=self.norm(hidden) if self.settings.loop_norm else hidden, loop=begun.loop + 1)
+
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return self.norm(state.at(positions))
+        hidden = state.at(positions)
+        return hidden if self.settings.loop_norm else self.norm(hidden)
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.embedding.weight)
@@ -78,13 +107,19 @@ class LoopedTransformer(LoopedModel):
         return None if self.gate is None else self.gate(pooled)
 
 
+def _entering(state: LoopState) -> Tensor:
+    """What the block of the next loop reads."""
+    return state.hidden + state.embedded if isinstance(state, InjectedState) else state.hidden
+
+
 class TransformerLayer(nn.Module):
-    """z = h + attention(LN(h)); h = z + MLP(LN(z))."""
+    """z = h + attention(LN(h)); h = z + MLP(LN(z)). With norms after the sums, LN stands around these."""
 
     def __init__(self, settings: TransformerSettings, layer: str) -> None:
         super().__init__()
         self.layer_name = layer  # under which the cache keeps its keys and values
         width, bias = settings.width, settings.bias
+        self.norms_after = settings.norm == "post"
         self.heads, self.head_width = settings.heads, width // settings.heads
         self.rotary = Rotary(self.head_width, ROTARY_BASE) if settings.positions == "rotary" else None
         self.attention_norm = nn.LayerNorm(width, bias=bias)
@@ -95,25 +130,40 @@ class TransformerLayer(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
+        return self.with_mlp(self.with_attention(hidden, layout))
+
+    def with_attention(self, hidden: Tensor, layout: Layout) -> Tensor:
+        """z, the first half of the layer."""
+        projected = self.attention_in(self._attended(hidden)).view(-1, 3 * self.heads, self.head_width)
         attended = cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
-        return self._residual(hidden, attended)
+        return self._summed(hidden, attended)
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
         index = layout.states_at(positions)
-        normed, width = self.attention_norm(hidden), hidden.shape[1]
+        normed, width = self._attended(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
         query_bias, other_bias = (None, None) if bias is None else (bias[:width], bias[width:])
         query = F.linear(normed.index_select(0, index), weight[:width], query_bias)
         others = F.linear(normed, weight[width:], other_bias).view(-1, 2 * self.heads, self.head_width)
         query = query.view(-1, self.heads, self.head_width)
         attended = packed_attention_at(query, others, positions, layout, self.rotary)
-        return self._residual(hidden.index_select(0, index), attended)
+        return self.with_mlp(self._summed(hidden.index_select(0, index), attended))
 
-    def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + self.attention_out(attended)
+    def with_mlp(self, hidden: Tensor) -> Tensor:
+        """The second half, of each state by itself."""
+        if self.norms_after:
+            return self.mlp_norm(hidden + self.mlp_out(F.gelu(self.mlp_in(hidden))))
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
+
+    def _attended(self, hidden: Tensor) -> Tensor:
+        """What attention reads."""
+        return hidden if self.norms_after else self.attention_norm(hidden)
+
+    def _summed(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What attention adds to."""
+        hidden = hidden + self.attention_out(attended)
+        return self.attention_norm(hidden) if self.norms_after else hidden
 
 
 class Gate(nn.Module):
@@ -150,10 +200,17 @@ def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, 
     return 3.0 * settings.loops * (settings.layers * layer + head)
 
 
-def training_bytes(settings: TransformerSettings, vocab_size: int, block_size: int, tokens: int, rows: int) -> float:
-    """A rough size of what training keeps in float32: weights, gradients, two moments, and a step's activations."""
-    per_token = 20 * settings.width + 3 * settings.heads * tokens / rows
+def training_bytes(
+    settings: TransformerSettings, vocab_size: int, block_size: int, states: float, longest: int, bf16: bool = False
+) -> tuple[float, float]:
+    """A rough size of what training keeps: weights, gradients and two moments, and a loop's activations of S states.
+
+    Weights and all that belongs to them are float32; autocast to bf16 keeps most activations, and a copy of the
+    weights, at half the size, and its fused attention no scores. (Per state, layer and width of the paper's models 69
+    to 73 bytes were counted in float32, and 41 to 42 in bf16.)
+    """
     with torch.device("meta"):
         model = LoopedTransformer(settings, vocab_size, block_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return 4.0 * (4 * parameters + settings.loops * settings.layers * tokens * per_token)
+    per_state = 44.0 * settings.width if bf16 else 80.0 * settings.width + 12.0 * settings.heads * longest
+    return (18.0 if bf16 else 16.0) * parameters, settings.layers * states * per_state

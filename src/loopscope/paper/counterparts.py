@@ -91,6 +91,7 @@ PAPER: dict[str, Recipe] = {
     "posthoc_summary": tables.posthoc_summary,
     "posthoc_gaps": tables.posthoc_gaps,
     "decoupled_gate": tables.decoupled_gate,
+    "mano_latency": tables.mano_latency,
     "lambda_frontiers": _swept("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
     "uniform_signals": _signals("Signals, uniform prior", UNIFORM),
     "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
@@ -159,11 +160,11 @@ def _counterparts() -> Mapping[str, str]:
 
 
 PRODUCTS = Catalogue(
-    {**OVERVIEW.recipes, **PAPER, **OURO},
+    {**OVERVIEW.recipes, **PAPER, **OURO, "gate_stages": tables.gate_stages},
     {
         "overview": (*OVERVIEW.groups["overview"], "decoupled_gate"),
-        "paper": ("headline", "diagnosis", "stoppers", "certified", *PAPER, "paired", "depths", "forced"),
-        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "paired"),
+        "paper": ("headline", "diagnosis", "stoppers", "certified", "transfer", *PAPER, "paired", "depths", "forced"),
+        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "transfer", "paired"),
     },
     _counterparts,
 )

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from loopscope.analysis.bootstrap import Interval
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
 from loopscope.analysis.targets import percent_text
@@ -55,6 +57,19 @@ class BenchmarkModel(NamedTuple):
 def benchmark_models(results: Results) -> list[BenchmarkModel]:
     """Everything that is a checkpoint on a benchmark."""
     return [BenchmarkModel(model.benchmark, model) for model in results.models if model.benchmark is not None]
+
+
+def row_winners(results: Results) -> list[str]:
+    """The readouts without a gate that win a row of a table, the paper's or ours: figures show all of them."""
+    names = [row.readout for row in published().ouro]
+    names += [row.readout for row in published().ouro_thinking]
+    for each in benchmark_models(results):
+        on_grid = msgspec.structs.replace(each.result, frontiers=each.result.paper_grid.frontiers)
+        for model in (each.result, on_grid):
+            best = model.best(POST_HOC)
+            if best is not None:
+                names.append(best.readout)
+    return [name for name in dict.fromkeys(names) if name in POST_HOC]
 
 
 def ouro_summary(results: Results) -> Table:
@@ -186,11 +201,12 @@ def ouro_latency(results: Results) -> Table:
     printed = {(row.benchmark, _role(row.readout)): row for row in published().ouro_latency}
     rows = []
     for bench in results.latency:
+        if bench.benchmark is None:
+            continue
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
         for timing in bench.policies:
-            ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
             point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
-            times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
+            times = [str(timing.milliseconds), str(timing.speedup), f"{100 * bench.realised(timing):.0f} %"]
             row = printed.get((title, _role(timing.readout))) if bench.model == _TIMED else None
             paper = "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
             rows.append([bench.model, title, timing.readout, *point, *times, paper])

@@ -1,9 +1,10 @@
 """The counterparts of the paper's figures."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.paper.ouro_tables import BenchmarkModel, benchmark_models
+from loopscope.paper.ouro_tables import BenchmarkModel, benchmark_models, row_winners
 from loopscope.paper.trained_tables import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.signals import FITTED_GATE
@@ -12,6 +13,9 @@ from loopscope.report.curves import SIGNAL_TITLES, Line, Seeds, continued, front
 
 _READOUTS = ("fixed", "gate", "oracle", *POST_HOC)
 _HEURISTICS = ("entropy", "top1", "margin")
+_OF_FIXED = "fixed, oracle, readouts: {}"
+_OF_HOST = "fixed, oracle: this trajectory"
+"""Whose they are, as the panels of gates say it: each gate runs on its own trajectory."""
 GATES = {"linear": "linear gate", "mlp": "MLP gate"}
 _MANO = "mano"
 
@@ -22,19 +26,24 @@ def teaser(results: Results) -> Drawing | None:
     if fixed is None or gate is None:
         return None
     lines = [*readout_lines(fixed.models, ("fixed", "oracle", *_HEURISTICS)), *_gate_lines([gate])]
-    return frontiers([frontier_panel("fixed prior, and an MLP gate's own exits", lines, fixed.models)])
+    panel = frontier_panel("fixed prior, and an MLP gate's own exits", lines, fixed.models)
+    return frontiers([replace(panel, note=_OF_FIXED.format(fixed.words))])
 
 
 def benchmark_frontiers(
     results: Results, shown: Callable[[BenchmarkModel], object], named: bool = True, fitted: bool = False
 ) -> Drawing | None:
-    """The paper's figure of Ouro: a panel a benchmark, with the gate (own or fitted), other readouts, static depth."""
-    panels = []
+    """The paper's figure of Ouro: a panel a benchmark, with the gate (own or fitted), other readouts, static depth.
+
+    Every readout that wins a row of a table, the paper's or ours, is in every panel.
+    """
+    panels, winners = [], row_winners(results)
     for each in filter(shown, benchmark_models(results)):
         title = ", ".join(each.names) if named else each.benchmark.title
         legend = fitted_legend(each.result) if fitted else {}
         lines = readout_lines([each.result], ("fixed", "gate", *legend) if fitted else _READOUTS, legend)
-        panels.append(frontier_panel(title, lines, [each.result]))
+        panel = frontier_panel(title, lines, [each.result])
+        panels.append(replace(panel, chosen=(*panel.chosen, *winners)))
     return frontiers(panels, scaled_alone=True)
 
 
@@ -66,11 +75,12 @@ def fixed_prior_signals(
     """The paper's figure of signals on a fixed prior; its difficulties may go on beyond training's."""
     group = TaskVariants(results, task).fixed(prior)
     models = group.models if group else []
-    runs = [model.signals for model in models]
+    runs, trained = [model.signals for model in models], None
     if beyond:
+        trained = max((model.forced_accuracy_by_difficulty.levels[-1] for model in models), default=None)
         pairs = [(model.signals, model.extrapolation.signals) for model in models if model.extrapolation]
         runs = [{name: continued(known[name], more[name]) for name in known if name in more} for known, more in pairs]
-    return difficulty_chart(signal_panels(runs, names))
+    return difficulty_chart(signal_panels(runs, names, trained=trained))
 
 
 def gate_comparison(
@@ -89,7 +99,8 @@ def gate_comparison(
                 lines = [*readout_lines(fixed.models, ("fixed", "oracle", *_HEURISTICS)), *_gate_lines(learned)]
                 best = chosen.best(gate, prior)
                 choice = f" (validation: β {best.beta:g})" if best is not None and len(learned) > 1 else ""
-                panels.append(frontier_panel(f"{GATES[gate]}, {prior_words(prior)}{choice}", lines, fixed.models))
+                panel = frontier_panel(f"{GATES[gate]}, {prior_words(prior)}{choice}", lines, fixed.models)
+                panels.append(replace(panel, note=_OF_FIXED.format(fixed.words)))
     return frontiers(panels)
 
 
@@ -120,5 +131,5 @@ def posthoc(
             if legend:
                 lines = readout_lines(host.models, ("fixed", "gate", "oracle", *legend, *_HEURISTICS), legend)
                 which = f"; {GATES[shown[0]]} fitted" if len(shown) == 1 else ""
-                panels.append(frontier_panel(host.words + which, lines, host.models))
+                panels.append(replace(frontier_panel(host.words + which, lines, host.models), note=_OF_HOST))
     return frontiers(panels)

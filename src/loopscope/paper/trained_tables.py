@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
-from loopscope.analysis.results import model_label, over_seeds, recorded_run
-from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, Results
+from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
+from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, PolicyLatency, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedValue, TrainedWith, published
@@ -44,7 +44,7 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run that figures show."""
+        """The run whose own value and interval tables show beside those over seeds."""
         return self.models[0]
 
     @property
@@ -55,7 +55,11 @@ class TrainedVariant:
     @property
     def counted(self) -> str:
         """The same with the number of its runs."""
-        return f"{self.words} ({len(self.models)} {'seed' if len(self.models) == 1 else 'seeds'})"
+        return self.counting(len(self.models))
+
+    def counting(self, seeds: int) -> str:
+        """The same with the number of the runs that are meant."""
+        return f"{self.words} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
     @property
     def seeded(self) -> list[tuple[int, ModelResult]]:
@@ -65,23 +69,39 @@ class TrainedVariant:
     def matches(self, training: TrainedWith) -> bool:
         """Whether the paper trained a model like this one; it does not always say beta."""
         prior = training.prior if training.prior == "uniform" else training.geometric_lambda
-        return (training.gate, prior) == (self.gate, self.prior)
+        gates = ("linear", "mlp") if training.gate == "unstated" else (training.gate,)
+        return self.gate in gates and prior == self.prior
+
+
+Rule = tuple[TrainedVariant | None, str]
+"""Runs, if there are any, and by what they exit."""
 
 
 def trained_variants(
     results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
 ) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
+    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's.
+
+    They are of one architecture and depth: the paper's, or else that which differs least from it.
+    """
     variants = []
-    for group, models in results.grouped:
-        run = recorded_run(models[0].provenance)
-        if run is None or run["objective"]["name"] not in objectives:
+    runs = [(group, models, recorded_run(models[0].provenance)) for group, models in results.grouped]
+    found = [(group, models, run) for group, models, run in runs if run and run["objective"]["name"] in objectives]
+    usual = min((_architecture(models[0], run) for _, models, run in found), key=len, default=[])
+    for group, models, run in found:
+        if _architecture(models[0], run) != usual:
+            continue
+        if run["objective"]["prior"] not in ("uniform", "geometric"):  # the paper has no others
             continue
         objective, gate = run["objective"], run["model"]["gate"]
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])
         variants.append(TrainedVariant(run["task"]["name"], gate, prior, beta, group, models))
     return variants
+
+
+def _architecture(model: ModelResult, run: dict[str, Any]) -> list[str]:
+    return [*architecture_words(run["model"]), *depth_words(model.provenance)]
 
 
 class TaskVariants:
@@ -220,11 +240,9 @@ def decoupled_gate(results: Results) -> Table:
         same = task.at(decoupled.gate, decoupled.prior, decoupled.beta)
         fixed = task.fixed(decoupled.prior)
         gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
-        rules = [(group, "its own gate") for group in gated]
+        rules: list[Rule] = [(group, "its own gate") for group in gated]
         rules += [(fixed, "best single readout"), (fixed, "best fitted gate")]
-        for group, rule in rules:
-            if group is not None and any(_frontiers(model, rule) for model in group.models):
-                rows.append([group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)])
+        rows += _remedy_rows(rules, decoupled, results)
     target = results.targets[0]
     note = (
         "The decoupled gate's trajectory is shaped by the fixed prior, and the gate learns behind a stop-gradient; the "
@@ -235,8 +253,79 @@ def decoupled_gate(results: Results) -> Table:
         f"{target.label} minus that of the decoupled gate with the same seed; positive where the decoupled gate is "
         "quicker."
     )
-    columns = ["task", "training", "exits by", *_depth_columns(results), f"{target.label} - decoupled gate's"]
-    return Table("One stop-gradient: decoupled gates", note, columns, rows)
+    return Table("One stop-gradient: decoupled gates", note, _remedy_columns(results), rows)
+
+
+def gate_stages(results: Results) -> Table:
+    """Ouro's stages: a gate that is trained jointly, gates fitted to the same trajectory, and what avoids both."""
+    rows = []
+    for decoupled in trained_variants(results, ["decoupled_gate"]):
+        task = TaskVariants(results, decoupled.task)
+        joint, fixed = task.at(decoupled.gate, decoupled.prior, decoupled.beta), task.fixed(decoupled.prior)
+        if joint is None or not any(_frontiers(model, "best fitted gate") for model in joint.models):
+            continue
+        rules: list[Rule] = [(joint, "its own gate"), (joint, "best fitted gate"), (decoupled, "its own gate")]
+        rules += [(fixed, "best fitted gate"), (fixed, "best single readout")]
+        rows += _remedy_rows(rules, decoupled, results)
+    note = (
+        "Stage I trains trunk and gate jointly, with a KL to a prior (to a uniform one: an entropy bonus). Stage II "
+        "holds the trunk still and fits a gate to it: the best fitted gate on the same trajectory. Beside them: the "
+        "decoupled gate, and a gate fitted to the fixed prior's trajectory. D@X: least average loops on the test curve "
+        "that reach X, mean ± sample standard deviation over the seeds that reach it (how many of how many). Last: a "
+        f"rule's {results.targets[0].label} minus that of the decoupled gate with the same seed."
+    )
+    return Table("Stage I, stage II, and a decoupled gate", note, _remedy_columns(results), rows)
+
+
+def _remedy_columns(results: Results) -> list[str]:
+    return ["task", "training", "exits by", *_depth_columns(results), f"{results.targets[0].label} - decoupled gate's"]
+
+
+def _remedy_rows(rules: Sequence[Rule], decoupled: TrainedVariant, results: Results) -> list[list[str]]:
+    """Of the rules that there are."""
+    return [
+        [group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)]
+        for group, rule in rules
+        if group is not None and any(_frontiers(model, rule) for model in group.models)
+    ]
+
+
+def mano_latency(results: Results) -> Table:
+    """Time an example: the final loop, and the readouts that exit before it, live."""
+    timed = {bench.model: bench for bench in results.latency if bench.benchmark is None}
+    rows = []
+    for group in trained_variants(results):
+        benches = [timed[model.name] for model in group.models if model.name in timed]
+        for first in benches[0].policies if benches else ():
+            runs = [(bench, way) for bench in benches for way in bench.policies if way.readout == first.readout]
+            speedup = str(over_seeds([way.speedup.median for _, way in runs]))
+            cells = [
+                share_text(over_seeds([way.accuracy for _, way in runs])),
+                str(over_seeds([way.average_loops for _, way in runs])),
+                str(first.milliseconds),
+                str(first.speedup) if len(runs) == 1 else f"{speedup}; {first.speedup}",
+                f"{100 * fmean(bench.realised(way) for bench, way in runs):.0f} %",
+            ]
+            rows.append([group.task, group.counting(len(benches)), first.readout, *cells, _paper_latency(group, first)])
+    note = (
+        "Test examples run live, one way after the other within a round, at the points that validation chose. "
+        "Accuracy, loops and speed-up: mean ± sample standard deviation over seeds; milliseconds, and the speed-up "
+        "that stands after it: the first seed's, median and quartiles over rounds. Realised: the speed-up as a share "
+        "of loops saved (T / average loops). Paper: of its own GPU and scale; it does not say which gate it timed."
+    )
+    columns = ["task", "training", "readout", "accuracy", "loops", "ms an example", "speed-up", "realised", "paper"]
+    return Table("Time an example", note, columns, rows)
+
+
+def _paper_latency(group: TrainedVariant, way: PolicyLatency) -> str:
+    """What the paper printed of a model like this one and this readout, if it did."""
+    for row in published().mano_latency:
+        training = row.training
+        if training is None or not group.matches(training) or training.beta not in (None, group.beta):
+            continue
+        if (group.task, row.readout) == ("mano", way.readout):
+            return f"{rounded_percent(row.accuracy)} at {row.loops:.2f}, {row.milliseconds:g} ms, {row.speedup:.2f}"
+    return ""
 
 
 def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:

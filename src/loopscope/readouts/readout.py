@@ -23,11 +23,13 @@ from loopscope.errors import UserError, did_you_mean, reason, reject
 from loopscope.readouts.signals import (
     CONVERGENCE,
     FITTED_GATE,
+    OWN_GATES,
     SIGNALS,
     STOPPER,
     Array,
     Source,
     State,
+    halting,
     hidden_acceleration,
     one_loop,
     patience,
@@ -156,7 +158,7 @@ def itself(values: Array) -> Array:
 POST_HOC = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
 """The paper's, which any trajectory has, without a gate and without labels."""
 _ABOVE = ("top1", "margin")
-_PROBABILITIES = ("gate", "top1")
+_PROBABILITIES = (*OWN_GATES, "top1")
 _NEVER_NEGATIVE = ("entropy", "kl", "logit_change", "hidden_change", "hidden_cosine", "hidden_acceleration")
 READOUTS: dict[str, Readout] = {
     each.name: each
@@ -174,6 +176,7 @@ READOUTS: dict[str, Readout] = {
         ),
         Readout("patience", "above", "predictions", patience),
         Readout("settling", "above", "logits", settling),
+        Readout("halting", "above", "gate_logits", halting),
         Readout("hidden_acceleration", "below", "hidden", hidden_acceleration),
         Readout("oracle", "above", "correct", itself, takes="nothing"),
     )

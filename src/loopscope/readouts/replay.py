@@ -7,9 +7,9 @@ import warnings
 
 import numpy as np
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, check_known
 from loopscope.readouts.readout import Readout, find_readout
-from loopscope.readouts.signals import CONVERGENCE, FITTED, SIGNALS, Array, Signal, as_defined, by_chunks
+from loopscope.readouts.signals import CONVERGENCE, FITTED, OWN_GATES, SIGNALS, Array, Signal, as_defined, by_chunks
 from loopscope.trajectory import NO_LABELS, Trajectory
 
 _MISSING = {
@@ -47,7 +47,8 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
         _check_source(name, definition, recorded, trajectory)
         return recorded
     if definition is None:
-        raise UserError(f"There is no signal '{name}'; choose one of {', '.join([*SIGNALS, *trajectory.signals])}.")
+        check_known(name, [*SIGNALS, *trajectory.signals], "signal")
+    assert definition is not None
     source = "fitted" if name.startswith(FITTED) else definition.reads or "recorded"
     values = None if source in ("fitted", "recorded") else _source(definition, trajectory)
     if values is None:
@@ -96,8 +97,17 @@ def _check_source(name: str, definition: Readout | None, recorded: Signal, traje
         )
 
 
+def gate_readout(trajectory: Trajectory) -> str:
+    """Which readout is the model's own gate, if it has one: how its halt logits are read follows from its training."""
+    run = trajectory.provenance.get("run")
+    objective = run.get("objective") if isinstance(run, dict) else None
+    return "halting" if isinstance(objective, dict) and objective.get("name") == "act" else "gate"
+
+
 def has_signal(name: str, trajectory: Trajectory) -> bool:
     """Whether a recording holds what this signal needs, and enough loops for it to say anything."""
+    if name in OWN_GATES and name != gate_readout(trajectory):
+        return False
     definition = find_readout(name)
     recorded = _is_recorded(name, definition, trajectory)
     if not recorded:

@@ -3,18 +3,19 @@
 Confidence: entropy, top1, margin. Convergence: kl, logit_change, hidden_change, hidden_cosine, which compare a loop
 with the one before and are NaN at loop 1. Learned: gate, the exit CDF, and gate:NAME, that of a fitted gate. These are
 the paper's, vectorised over examples and loops; as steps from loop to loop they are the same lines on a window of one
-or two loops. The others are defined as steps: patience, settling, hidden_acceleration. All are computed in float64:
+or two loops. The others are defined as steps: patience, settling, hidden_acceleration, and halting, which is the own
+gate's signal of a model that was trained with ACT. All are computed in float64:
 near convergence, float32 would leave only rounding noise of a KL or an entropy. A missing class (-inf) counts in none.
 
 Shapes: N examples (in a step: rows, each at a loop of its own), T loops, V classes, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
+from scipy.special import expit, log_softmax
 
 Array = NDArray[Any]
 Signal = NDArray[np.float64]
@@ -28,6 +29,10 @@ FITTED_GATE, STOPPER = "gate:", "stopper:"
 """How the signal and the readout of a fitted gate, or of a learned stopper, begin; the rest is its own name."""
 FITTED = (FITTED_GATE, STOPPER)
 BELOW_ONE = np.nextafter(1.0, 0.0)
+OWN_GATES = ("gate", "halting")
+"""Signals of a model's own gate: of most, and of one that was trained with ACT. A model has one of them."""
+HALTED = 0.99
+"""ACT halts where its halt probabilities add up to this."""
 _CHUNK = 1 << 17
 """Numbers that are worked on at a time, so that they stay in the cache."""
 LARGEST_RATIO = 0.99
@@ -36,7 +41,12 @@ LARGEST_RATIO = 0.99
 
 def is_gate(name: str) -> bool:
     """Whether this is an exit CDF: of the model's own gate, or of a fitted one."""
-    return name == "gate" or name.startswith(FITTED_GATE)
+    return name in OWN_GATES or name.startswith(FITTED_GATE)
+
+
+def own_gate(names: Collection[str]) -> str | None:
+    """Which of these readouts is the model's own gate."""
+    return next((name for name in OWN_GATES if name in names), None)
 
 
 def own_name(readout: str) -> str:
@@ -170,6 +180,13 @@ def running_cdf(gate_logits: Array, state: State | None) -> Stepped:
     so_far: Any = 0.0 if state is None else state[0]
     log_continue = so_far - np.logaddexp(0.0, gate_logits.astype(np.float64))
     return np.minimum(-np.expm1(log_continue), BELOW_ONE), (log_continue,)
+
+
+def halting(gate_logits: Array, state: State | None) -> Stepped:
+    """The halt probabilities added up, as ACT exits by them; once it has halted, all but 1."""
+    so_far: Any = 0.0 if state is None else state[0]
+    spent = so_far + expit(gate_logits.astype(np.float64))
+    return np.where(spent >= HALTED, BELOW_ONE, spent), (spent,)
 
 
 def patience(answers: Array, state: State | None) -> Stepped:

@@ -127,7 +127,7 @@ def record_live(
             )
             if isinstance(what, RiskTarget):
                 assert what.delta is not None
-                if candidate_p_values(runs, what, Proof("betting", seed))[-1] > what.delta:
+                if candidate_p_values(runs, what, Proof(bound="betting", seed=seed))[-1] > what.delta:
                     break  # no candidate behind it can be proven
         runs.save(out)
 

@@ -186,6 +186,7 @@ def existing_artifact(
             name.replace("weights_sha256", "model")
             .removesuffix("_sha256")
             .replace("keeps_", "choice of ")
+            .replace("loops", "number of loops")
             .replace("_", " ")
             for name in changed
         ]

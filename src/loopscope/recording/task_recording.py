@@ -7,6 +7,7 @@ Shapes: N examples, M tokens, T loops, n rows of a batch, V classes, D width.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from loopscope.recording.recording_folder import (
     write_states,
 )
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
-from loopscope.training.run_folder import read_run_settings
+from loopscope.training.run_folder import read_run_settings, task_of_run
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
 from loopscope.trajectory_checks import as_integers
@@ -54,12 +55,22 @@ def record_task(
     levels: range | None = None,
     device: str | torch.device = "cpu",
     progress: ProgressCallback = silent,
+    loops: int | None = None,
+    custom_tasks: Sequence[str] = (),
 ) -> Trajectory:
-    """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
+    """Records a split of the task that the run in `run` was trained on; an identical recording is used again.
+
+    With `loops` it has so many of them, fewer or more than in training: its last loop is the one at which all exit.
+    A task of the user's own (module:Class) is imported if `custom_tasks` names it.
+    """
     keep = keep or Keep()
     settings = read_run_settings(run)
+    task = task_of_run(run, settings, custom_tasks)
     examples = split_examples(settings, split, size, levels)
-    model = load_model(run, device)
+    model, trained = load_model(run, device), settings.num_loops
+    depth = trained if loops is None else loops
+    if depth != trained:
+        model.set_depth(depth)
     provenance = {
         "weights_sha256": weights_sha256(run),
         "precision": model.precision,
@@ -69,19 +80,21 @@ def record_task(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if (found := existing_recording(out, split, provenance, keep)) is not None:
+    if depth != trained:
+        provenance |= {"loops": depth, "trained_loops": trained}
+    if (found := existing_recording(out, split, {**provenance, "loops": depth}, keep)) is not None:
         return found
     layout = _layout(model, examples, keep)
-    if settings.task.train_examples:  # what was drawn online nobody knows any more
+    if task.train_examples:  # what was drawn online nobody knows any more
         layout["seen"] = ((len(examples),), np.bool_)
 
     def fill(arrays: Arrays) -> None:
         if "seen" in arrays:
-            arrays["seen"][:] = seen(examples, training_fingerprints(settings.task))
+            arrays["seen"][:] = seen(examples, training_fingerprints(task))
         _fill(arrays, model, examples, keep, progress)
 
     provenance |= keep.provenance
-    return write_recording(out, split, layout, provenance, fill, settings.task.text(examples))
+    return write_recording(out, split, layout, provenance, fill, task.text(examples))
 
 
 def record_model(
@@ -154,18 +167,21 @@ def split_examples(settings: RunSettings, split: str, size: int | None, levels: 
     """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
     if split == "extrapolation" and levels is None:
         levels = extrapolation_levels(settings)
-    return drawn(settings.task, split, size, levels)
+    return drawn(settings.generator, split, size, levels)
 
 
 def extrapolation_levels(settings: RunSettings) -> range:
     """The difficulties beyond those of training that fit the model."""
-    first = settings.task.levels[-1] + 1
+    task, block_size = settings.generator, settings.block_size
+    first = task.levels[-1] + 1
     fitting = first
-    while settings.task.length(fitting) <= settings.block_size:
+    while task.length(fitting) <= block_size and (task.hardest is None or fitting <= task.hardest):
         fitting += 1
     if fitting == first:
+        if task.hardest == task.levels[-1]:
+            raise UserError(f"No example of this task is harder than those of training ({task.hardest}).")
         raise UserError(
-            f"The block size {settings.block_size} leaves no room for examples harder than those of training; "
+            f"The block size {block_size} leaves no room for examples harder than those of training; "
             "train with a larger model.block_size to extrapolate."
         )
     return range(first, fitting)

@@ -5,8 +5,9 @@ A drawing is what a figure shows, to be laid out in a style: `page`, or `paper`,
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from textwrap import wrap as wrapped
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import vl_convert
 
 from loopscope.files import write_bytes
-from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, Seeds, chosen_lines
-from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
+from loopscope.report.curves import POINTS, Binning, Difficulty, Dose, Line, Panel, Seeds, chosen_lines
+from loopscope.report.figure_style import GREY, INK, MODELS, SHAPES, STYLES, FigureStyle, looks_of, shades_of
 
 Specification = dict[str, Any]
 Drawing = Callable[[FigureStyle], Specification]
@@ -23,6 +24,8 @@ Limits = tuple[float, float]
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 2, 2, 2])
 """In turn, beside colour and mark: a line that another one nearly covers shows through."""
 _MARKS_PER_LINE = 5
+_LISTED_DIFFICULTIES = 10
+"""Of a key, where the shades between them tell the rest."""
 wrap = partial(wrapped, break_long_words=False, break_on_hyphens=False)
 
 
@@ -47,6 +50,20 @@ def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
     """The same of runs that have a gate."""
     tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
     return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], shares=True)
+
+
+@dataclass(frozen=True)
+class DosePanel:
+    """A line a name, each a value against a dose."""
+
+    title: str
+    lines: Mapping[str, Sequence[Dose]]
+
+
+def dose_chart(panels: Sequence[DosePanel], dose: str, value: str) -> Drawing | None:
+    """Panels on one scale, with a dashed line at 0; `dose` and `value` are the titles of the axes."""
+    panels = [panel for panel in panels if panel.lines]
+    return cache(partial(_doses, panels, dose, value)) if panels else None
 
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:
@@ -243,8 +260,8 @@ def _frontier_panel(
     if panel.target is not None:
         dashed = {"strokeDash": [4, 4], "color": GREY, "strokeWidth": 0.6 * style.stroke, "clip": True}
         layers.insert(0, {"data": {"values": [{"accuracy": panel.target}]}, **_layer("rule", dashed, {"y": y})})
-    if panel.same:
-        texts = [f"as {first}: {', '.join(others)}" for first, *others in panel.same]
+    texts = [panel.note] * bool(panel.note) + [f"as {first}: {', '.join(others)}" for first, *others in panel.same]
+    if texts:
         lines = [line for text in texts for line in wrap(text, int(style.width / style.letter))]
         layers.append(_corner(style, lines))
     return grid.panel(rows, layers, panel.title)
@@ -271,7 +288,8 @@ def _marked(line: Line, number: int) -> set[int]:
 
 def _difficulties(panels: Sequence[Binning], shares: bool, per_row: int | None, style: FigureStyle) -> Specification:
     grid = FigureGrid(style, len(panels), per_row)
-    shades = shades_of([level for panel in panels for level in panel.levels])
+    lines = {line.level: line for panel in panels for line in panel.difficulties}
+    shades = shades_of(list(lines))
     tables = [list(panel.rows(shades)) for panel in panels]
     limits = [_limits(rows, shares) for rows in tables]
     if shares:
@@ -282,14 +300,26 @@ def _difficulties(panels: Sequence[Binning], shares: bool, per_row: int | None, 
         title = grid.y_title(place, panel.quantity) if shares else None
         y = _quantity("value", title=title, axis=axis, scale={"domain": list(limit), "nice": False})
         charts.append(_difficulty_panel(grid, place, panel.title, rows, y))
-    levels = sorted(shades)
-    listed, most = levels, MAX_KEY_ENTRIES
     notes = [_bands({panel.seeds for panel in panels})]
-    if len(levels) > most:
-        listed = [levels[round(k * (len(levels) - 1) / (most - 1))] for k in range(most)]
-        notes.append(f"The key has {most} of {len(levels)} difficulties.")
-    key = [_key_entry(f"{level:g}", shades[level], "circle") for level in listed]
-    return grid.specification(charts, key if len(levels) > 1 else [], notes, "difficulty")
+    if any(len(line.places) > 1 for line in lines.values()):
+        notes.append("Neighbouring difficulties are joined: means over their examples.")
+    listed = _listed([lines[level] for level in sorted(lines)])
+    if len(listed) < len(lines):
+        notes.append(f"The key has {len(listed)} of {len(lines)} difficulties.")
+    key = [_key_entry(line.name, shades[line.level], "circle") for line in listed]
+    return grid.specification(charts, key if len(lines) > 1 else [], notes, "difficulty")
+
+
+def _listed(lines: Sequence[Difficulty]) -> list[Difficulty]:
+    """As many as a key holds: the first, the last, the last of training where there is one, and some in between."""
+    last, most = len(lines) - 1, min(len(lines), _LISTED_DIFFICULTIES)
+    places = {round(step * last / max(most - 1, 1)) for step in range(most)}
+    marked = next((place for place, line in enumerate(lines) if line.ends_training), last)
+    if marked not in places:
+        nearest = min(places - {0, last}, key=lambda place: abs(place - marked))
+        places.remove(nearest)
+        places.add(marked)
+    return [lines[place] for place in sorted(places)]
 
 
 def _limits(rows: Sequence[Specification], shares: bool) -> Limits:
@@ -312,6 +342,36 @@ def _difficulty_panel(
     if len(loops) <= 8:
         layers.append(_layer("point", {"filled": True, "opacity": 1, "size": 0.5 * grid.style.mark}, at))
     return grid.panel(rows, layers, title)
+
+
+def _doses(panels: Sequence[DosePanel], dose: str, value: str, style: FigureStyle) -> Specification:
+    grid = FigureGrid(style, len(panels))
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    key = {name: _key_entry(name, colour, shape) for name, colour, shape in zip(names, cycle(MODELS), cycle(SHAPES))}
+    points = [point for panel in panels for line in panel.lines.values() for point in line]
+    limits = _limits([{"low": min(0.0, point.low), "high": max(0.0, point.high)} for point in points], shares=False)
+    charts = []
+    for place, panel in enumerate(panels):
+        rows = [
+            {**asdict(point), "line": name, "colour": key[name]["colour"], "shape": key[name]["shape"]}
+            for name, line in panel.lines.items()
+            for point in line
+        ]
+        x = _quantity("dose", title=grid.x_title(place, dose), axis={"values": sorted({row["dose"] for row in rows})})
+        y = _quantity("value", title=grid.y_title(place, value), scale={"domain": list(limits), "nice": False})
+        at = {"x": x, "y": y, "color": _unscaled("colour")}
+        span = {**at, "y": _quantity("low", scale=y["scale"]), "y2": {"field": "high"}}
+        one_line = {"detail": _nominal("line")}
+        zero = {"strokeDash": [4, 4], "color": GREY, "strokeWidth": 0.6 * style.stroke}
+        point = {"filled": True, "opacity": 1, "size": style.mark}
+        layers = [
+            {"data": {"values": [{"value": 0}]}, **_layer("rule", zero, {"y": y})},
+            _layer("area", {"opacity": 0.18}, {**span, **one_line}),
+            _layer("line", {"strokeWidth": style.stroke}, {**at, **one_line}),
+            _layer("point", point, {**at, "shape": _unscaled("shape")}),
+        ]
+        charts.append(grid.panel(rows, layers, panel.title))
+    return grid.specification(charts, [key[name] for name in names], [_bands({point.seeds for point in points})])
 
 
 def _bands(seeds: set[int]) -> str:

@@ -3,7 +3,7 @@
 Curves that lie on each other are drawn once, and a figure has no more of them than a legend can tell apart.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,16 +12,20 @@ from numpy.typing import NDArray
 
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import Binned, FrontierResult, ModelResult, Results
-from loopscope.readouts.signals import CONVERGENCE
+from loopscope.readouts.signals import CONVERGENCE, OWN_GATES
 
 POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
 MAX_KEY_ENTRIES = 8
+_MAX_DIFFICULTIES = 16
+"""Lines of one panel that can still be told apart by their shade; more are joined to as many as a key names."""
 _LINE_WIDTH = 0.015
 """Of a panel's height: lines that are closer are drawn once."""
 _MAX_END_DISTANCE = 0.15
 """Loops by which the ends of two curves that are called the same may differ."""
 _POINTS_OF_A_MEAN = 61
+_OTHERS = 2
+"""The weight of lines that are left out where a legend is full."""
 SIGNAL_TITLES = {
     "entropy": "entropy",
     "margin": "logit margin",
@@ -92,6 +96,7 @@ class Panel:
     target: float | None  # the accuracy that is sought of its model; None without a verdict
     chosen: tuple[str, ...] = ()  # names of lines that are never left out
     same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
+    note: str = ""  # what the panel says of its lines
 
     @property
     def heights(self) -> tuple[float, float]:
@@ -124,15 +129,20 @@ class Drawn:
 def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]) -> Drawn:
     """What is drawn of all lines: one of those that lie on each other, and no more than a legend holds.
 
-    Chosen lines are all drawn, though the legend has more entries for it.
+    Chosen lines, points, and what a figure is about are all drawn, though the legend has more entries for it. Of lines
+    that lie on each other one is drawn and names the others; it is never one that is left out for one that is not.
     """
-    once = [_once(panel, high - low) for panel, (low, high) in zip(panels, heights, strict=True)]
+    chosen = {name for panel in panels for name in panel.chosen}
+
+    def weight(name: str) -> int:
+        return 0 if name in chosen else _weight(name)
+
+    once = [_once(panel, high - low, weight) for panel, (low, high) in zip(panels, heights, strict=True)]
     everywhere = set.intersection(*(set(panel.same) for panel in once)) if once else set()
     drawn = {line.name for panel in once for line in panel.lines}
-    chosen = {name for panel in panels for name in panel.chosen}
     names = [name for name in dict.fromkeys(line.name for panel in panels for line in panel.lines) if name in drawn]
-    names.sort(key=lambda name: 0 if name in chosen else _weight(name))
-    most = max(MAX_KEY_ENTRIES, sum(name in chosen or _weight(name) == 0 for name in names))
+    names.sort(key=weight)
+    most = max(MAX_KEY_ENTRIES, sum(weight(name) < _OTHERS for name in names))
     kept, left_out = set(names[:most]), names[most:]
     shown = []
     for panel in once:
@@ -145,12 +155,13 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
 
 def _weight(name: str) -> int:
     """Points, models' own gates and what a figure is about are drawn first, others in the order of the panels."""
-    return 0 if name in POINTS else 1 if name == "gate" or name.startswith(("gate,", "fitted")) else 2
+    return 0 if name in POINTS else 1 if name in OWN_GATES or name.startswith(("gate,", "fitted")) else _OTHERS
 
 
-def _once(panel: Panel, height: float) -> Panel:
+def _once(panel: Panel, height: float, weight: Callable[[str], int]) -> Panel:
+    """Of lines that lie on each other the first is drawn, of those that are never left out if there is one."""
     groups: list[list[Line]] = []
-    for line in panel.lines:
+    for line in sorted(panel.lines, key=lambda line: weight(line.name) == _OTHERS):
         for group in groups:
             if line.lies_on(group[0], _LINE_WIDTH * height):
                 group.append(line)
@@ -158,40 +169,99 @@ def _once(panel: Panel, height: float) -> Panel:
         else:
             groups.append([line])
     same = tuple(tuple(line.name for line in group) for group in groups if len(group) > 1)
-    return replace(panel, lines=[group[0] for group in groups], same=same)
+    drawn = {group[0].name for group in groups}
+    return replace(panel, lines=[line for line in panel.lines if line.name in drawn], same=same)
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """One line of a panel: a difficulty, or neighbouring ones together."""
+
+    level: float  # their mean, by which it has its shade
+    name: str
+    places: tuple[int, ...]  # among the levels of a table
+    ends_training: bool  # whether training had none beyond it
+
+
+@dataclass(frozen=True)
+class Dose:
+    """What one dose did: over seeds their mean and range, of one seed its value and interval."""
+
+    dose: float
+    value: float
+    low: float
+    high: float
+    seeds: int = 1
 
 
 @dataclass(frozen=True)
 class Binning:
-    """A quantity by loop, one line a difficulty, of one table a seed; from its first loop on."""
+    """A quantity by loop, one line a difficulty, of one table a seed; from its first loop on.
+
+    Where there are more difficulties than shades can tell apart, neighbours are joined.
+    """
 
     title: str
     quantity: str
     tables: Sequence[Binned]
     first: int = 1
-
-    @property
-    def levels(self) -> list[float]:
-        return self.tables[0].levels
+    trained: float | None = None  # the last difficulty of training, where the table goes on beyond it
 
     @property
     def seeds(self) -> int:
         """As many as have the same difficulties: else the first alone is drawn."""
-        return len(self.tables) if all(table.levels == self.levels for table in self.tables) else 1
+        return len(self.tables) if all(table.levels == self.tables[0].levels for table in self.tables) else 1
+
+    @property
+    def difficulties(self) -> list[Difficulty]:
+        """The lines of the panel, the easiest first; none joins difficulties of training with others."""
+        levels = self.tables[0].levels
+        known = len(levels) if self.trained is None else sum(level <= self.trained for level in levels)
+        made = []
+        for part in (np.arange(known), np.arange(known, len(levels))):
+            lines = len(part) if len(part) <= _MAX_DIFFICULTIES else MAX_KEY_ENTRIES
+            for places in np.array_split(part, max(lines, 1)):
+                if len(places):
+                    made.append(self._joined(levels, places.tolist()))
+        return made
+
+    def _joined(self, levels: Sequence[float], places: Sequence[int]) -> Difficulty:
+        low, high = levels[places[0]], levels[places[-1]]
+        name = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        ends_training = high == self.trained
+        name += " (last of training)" if ends_training else ""
+        return Difficulty(sum(levels[place] for place in places) / len(places), name, tuple(places), ends_training)
 
     def rows(self, shades: Mapping[float, str]) -> Iterable[dict[str, Any]]:
         """A value with its band, where there is one; shades are the colours of difficulties."""
         shown = self.tables[: self.seeds]
-        for place, level in enumerate(self.levels):
-            for loop in range(self.first, len(shown[0].values[place]) + 1):
-                values = [value for table in shown if (value := table.values[place][loop - 1]) is not None]
-                if not values:
+        for line in self.difficulties:
+            for loop in range(self.first, len(shown[0].values[0]) + 1):
+                means = [mean for table in shown if (mean := _joined_mean(table, line.places, loop)) is not None]
+                if not means:
                     continue
-                mean, low, high = sum(values) / len(values), min(values), max(values)
-                if self.seeds == 1:
-                    bounds = shown[0].low[place][loop - 1], shown[0].high[place][loop - 1]
-                    low, high = (mean if bound is None else bound for bound in bounds)
-                yield {"level": level, "loop": loop, "value": mean, "low": low, "high": high, "colour": shades[level]}
+                values, lows, highs = zip(*means, strict=True)
+                value = sum(values) / len(values)
+                low, high = (lows[0], highs[0]) if self.seeds == 1 else (min(values), max(values))
+                band = {"value": value, "low": low, "high": high}
+                yield {"level": line.level, "loop": loop, **band, "colour": shades[line.level]}
+
+
+def _joined_mean(table: Binned, places: Sequence[int], loop: int) -> tuple[float, float, float] | None:
+    """The mean over the examples of these difficulties at a loop, with its interval; None where there is no value.
+
+    Examples of different difficulties were drawn apart, so the ends add up as independent errors do.
+    """
+    tables = (table.values, table.low, table.high)
+    cells = [[table.counts[place], *(rows[place][loop - 1] for rows in tables)] for place in places]
+    known = np.array([row for row in cells if row[1] is not None], dtype=np.float64)  # a bound that is not there: NaN
+    counts, values, low, high = known.reshape(-1, 4).T
+    if not len(values):
+        return None
+    shares = counts / counts.sum()
+    mean = float(shares @ values)
+    below, above = (float(np.sqrt(np.nansum((shares * (values - end)) ** 2))) for end in (low, high))
+    return mean, mean - below, mean + above
 
 
 def every_group(results: Results) -> list[tuple[str, Seeds]]:
@@ -211,10 +281,12 @@ def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, st
     return [Line.of(frontiers, (legend or {}).get(name)) for name, frontiers in found.items() if frontiers]
 
 
-def signal_panels(runs: Sequence[Mapping[str, Binned]], names: Iterable[str], prefix: str = "") -> list[Binning]:
-    """A panel for each of these signals that all runs have."""
+def signal_panels(
+    runs: Sequence[Mapping[str, Binned]], names: Iterable[str], prefix: str = "", trained: float | None = None
+) -> list[Binning]:
+    """A panel for each of these signals that all runs have; `trained` as in `Binning`."""
     return [
-        Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1)
+        Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1, trained)
         for name, title in SIGNAL_TITLES.items()
         if runs and name in names and all(name in signals for signals in runs)
     ]

@@ -14,6 +14,7 @@ import numpy as np
 Look = tuple[str, str]
 """A colour and a mark."""
 
+_X = "M-.9,-.6L-.6,-.9L0,-.3L.6,-.9L.9,-.6L.3,0L.9,.6L.6,.9L0,.3L-.6,.9L-.9,.6L-.3,0Z"
 _LOOKS: dict[str, Look] = {
     "fixed": ("#000000", "square"),
     "gate": ("#D55E00", "diamond"),
@@ -23,10 +24,11 @@ _LOOKS: dict[str, Look] = {
     "kl": ("#CC79A7", "cross"),
     "logit_change": ("#E69F00", "triangle-right"),
     "hidden_change": ("#999999", "triangle-left"),
-    "hidden_cosine": ("#8C564B", "M-.7,-.7L.7,.7M.7,-.7L-.7,.7"),  # an x
+    "hidden_cosine": ("#8C564B", _X),
     "patience": ("#332288", "M-.9,0L-.45,-.8L.45,-.8L.9,0L.45,.8L-.45,.8Z"),  # a hexagon
     "settling": ("#AA4499", "M0,-1L.28,-.28L1,0L.28,.28L0,1L-.28,.28L-1,0L-.28,-.28Z"),  # a star of four points
     "hidden_acceleration": ("#997700", "M-.9,-.8L-.9,.8L.9,-.8L.9,.8Z"),  # a bow tie
+    "halting": ("#CC3311", "diamond"),
     "stopper:induction": ("#DC267F", "diamond"),
     "stopper:classifier": ("#785EF0", "square"),
     "oracle": ("#7F3C8D", "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z"),  # a star

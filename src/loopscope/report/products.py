@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
 from loopscope.errors import visible
-from loopscope.readouts.signals import STOPPER
+from loopscope.readouts.signals import OWN_GATES, STOPPER
 from loopscope.report import tables
+from loopscope.report.channels import channel_doses, channel_table
 from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
 from loopscope.report.curves import SIGNAL_TITLES, every_group, frontier_panel, readout_lines, signal_panels
 from loopscope.report.tables import Table
+from loopscope.report.transfer_table import transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
@@ -94,7 +96,7 @@ def _every_frontier(results: Results) -> Drawing | None:
     groups = every_group(results)
     best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
     known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
-    names = dict.fromkeys(["fixed", "gate", "oracle", *sorted(best, key=best.count, reverse=True), *known])
+    names = dict.fromkeys(["fixed", *OWN_GATES, "oracle", *sorted(best, key=best.count, reverse=True), *known])
     shown = [name for name in names if not name.startswith(STOPPER)]
     return frontiers([frontier_panel(label, readout_lines(seeds, shown), seeds) for label, seeds in groups])
 
@@ -108,17 +110,23 @@ def _every_signal(results: Results) -> Drawing | None:
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
-    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless "
-    "validation data choose more readouts: tables and the page have the others."
+    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless more "
+    "lines must be drawn (gates, and readouts that validation data choose): tables and the page have the others."
 )
 SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1."
 _FORCED = "Accuracy of every loop, without any exit rule: the trajectory itself."
 _SPREAD = "How the model's own gate spreads its exits over the loops, on average, by difficulty."
+_DOSES = (
+    "Average loops that the trajectory costs against the reference's, as a gate weighs more of the trunk's losses: one "
+    "line where no gradient of the gate reaches the trunk, one where all of it does, and any between. Seeds whose "
+    "reference cannot judge them are left out."
+)
 _OVERVIEW: dict[str, Recipe] = {
     "headline": tables.headline,
     "diagnosis": tables.gaps,
     "stoppers": tables.learned_stoppers,
     "certified": tables.certified,
+    "transfer": transfer_table,
     "frontiers": Figure(_every_frontier, "Frontiers", CURVES),
     "forced_exits": Figure(lambda found: forced_exits(every_group(found)), "Forced exits by difficulty", _FORCED),
     "exit_distributions": Figure(
@@ -129,5 +137,7 @@ _OVERVIEW: dict[str, Recipe] = {
     "forced": tables.forced,
     "ordering": tables.ordering,
     "paired": tables.paired_table,
+    "channels": channel_table,
+    "channel_doses": Figure(channel_doses, "The trajectory gap by dose", _DOSES),
 }
 OVERVIEW = Catalogue(_OVERVIEW, {"overview": tuple(_OVERVIEW)})

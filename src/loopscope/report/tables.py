@@ -12,7 +12,7 @@ from loopscope.analysis.targets import Target, percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import Guarantee
-from loopscope.readouts.signals import STOPPER
+from loopscope.readouts.signals import OWN_GATES, STOPPER, own_gate
 
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
@@ -53,9 +53,10 @@ def headline(results: Results) -> Table:
         counted = [name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()]
         lower = read_lower(members, target)
         own = {name: values[relative.key] for name, values in group.depth_at.items()}
+        gate = own_gate(own)
         shown = [
             _depth_or(group.depth_at["fixed"][target.key], lower, own["fixed"], at),
-            _depth_or(group.depth_at["gate"][target.key], lower, own["gate"], at) if "gate" in own else "no gate",
+            _depth_or(group.depth_at[gate][target.key], lower, own[gate], at) if gate else "no gate",
             _best_cell(members, target, lower) or _best_cell(members, relative, at) or "N/A",
         ]
         if without_depths(members):
@@ -333,7 +334,7 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict
     learned = nothing == NO_VERDICT or any(each.readout.startswith(STOPPER) for each in model.frontiers)
     judged = "weak reference" if model.diagnosis.weak_reference else nothing
     absent = {
-        "readout gap": nothing if model.frontier("gate") else "no gate",
+        "readout gap": nothing if any(map(model.frontier, OWN_GATES)) else "no gate",
         "trajectory gap": "is the reference" if model.is_reference else judged if referenced else "no reference",
         "room left": nothing,
         "reachable room": nothing if learned else UNLEARNED,

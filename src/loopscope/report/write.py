@@ -33,11 +33,13 @@ def report(
     targets: Sequence[float | Target] | None = None,
     policies: Mapping[str, Sequence[ExitPolicy]] | None = None,
     style: str = "page",
+    transfer: bool = False,
 ) -> Path:
     """Writes a report on models by name, each with its validation and test recordings, and returns its page.
 
     `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
-    depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column.
+    depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column. `transfer`:
+    whether it says what the rules of every model do on the others, too.
     """
     own = policies or {}
     if style not in STYLES:
@@ -49,7 +51,7 @@ def report(
         ModelRecordings(name, validation, test, policies=own.get(name, ()))
         for name, (validation, test) in models.items()
     ]
-    results, details = analyse_models(sources, reference, targets)
+    results, details = analyse_models(sources, reference, targets, transferred=transfer)
     command = f"loopscope.report(models, {str(out)!r})"
     return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command, style=style)
 

@@ -2,6 +2,9 @@
 
 With the same number of threads a worker, the results do not depend on how many workers there are, nor on where they
 run. A training run that was interrupted, or whose node died, goes on from its last checkpoint.
+
+Every GPU has a worker of its own, which does one step at a time; what needs no GPU is done on cores beside them. What
+is timed runs last and alone.
 """
 
 import fcntl
@@ -11,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -19,15 +22,19 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 
+from loopscope.config import digest, plain
 from loopscope.errors import UserError, out_of_memory
 from loopscope.files import remove_scratch
 from loopscope.models.device import cores, keep_memory
 from loopscope.progress import ProgressCallback
 from loopscope.studies.plan import Model, Plan
-from loopscope.studies.steps import Step, Time, Train, all_steps, to_be_done
+from loopscope.studies.steps import Step, Train, all_steps, to_be_done
 from loopscope.training.estimate import TimeEstimate, estimate_time
+from loopscope.training.objectives import expected_loops
+from loopscope.training.settings import RunSettings
 
 Executor = Literal["local", "ray"]
 StepResult = BaseException | str | None
@@ -46,11 +53,15 @@ def run_study(
     progress_callback: ProgressCallback,
     engine: Executor = "local",
     address: str | None = None,
-    device: str = "cpu",
+    devices: Sequence[str] = ("cpu",),
     threads: int = 1,
     workers: int | None = None,
 ) -> int:
-    """Makes every artifact that is missing in the store; returns how many there were to make."""
+    """Makes every artifact that is missing in the store; returns how many there were to make.
+
+    `devices` are all of one type: `cpu`, or CUDA devices by number, each of which does one step at a time. Ray hands
+    out devices of that type itself. `workers` is how many steps run on cores at a time.
+    """
     models = sorted(plan.models, key=_seed)  # every variant with one seed, before any with the next
     goals = [step for model in models for step in model.goals]
     steps = to_be_done(goals, store)
@@ -61,13 +72,13 @@ def run_study(
             step.check(store)
     store.mkdir(parents=True, exist_ok=True)
     remove_scratch(store)
-    work = StudyWork(all_steps(goals), store, device, threads, progress_callback)
-    for timing, at_a_time in ((False, workers), (True, 1)):  # what is timed runs last, and locally by itself
-        ready = [step for step in steps if isinstance(step, Time) is timing and not work.hold_up(step)]
+    work = StudyWork(all_steps(goals), store, devices, threads, progress_callback)
+    for alone in (False, True):
+        ready = [step for step in steps if step.alone is alone and not work.hold_up(step)]
         if ready and engine == "ray":
-            _run_on_ray(ready, work, address)
+            _run_on_ray(ready, work, address, alone)
         elif ready:
-            _run_locally(ready, work, at_a_time)
+            _run_locally(ready, work, [devices[0]] if alone else _places(ready, work, workers))
     work.check_failures()
     return len(steps)
 
@@ -76,18 +87,28 @@ def _seed(model: Model) -> int:
     return 0 if model.training is None else model.training.settings.training.seed
 
 
-def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[TimeEstimate]:
-    """About how long each training run that is missing would take on this machine; runs of one shape are timed once."""
-    known: dict[object, TimeEstimate] = {}  # of one step
+def training_left(steps: Iterable[Step], store: Path) -> list[tuple[RunSettings, int]]:
+    """The training runs that are missing, each with the number of its steps that are left."""
+    missing = [step for step in steps if isinstance(step, Train) and not step.done(store)]
+    return [(step.settings, step.units - step.units_done(store)) for step in missing]
+
+
+def training_time(left: Iterable[tuple[RunSettings, int]], device: str = "cpu") -> list[TimeEstimate]:
+    """About how long so many steps of each run would take on a device here; runs of one shape are timed once.
+
+    Custom models are left out: their size is not known before they are imported, and a plan imports nothing.
+    """
+    known: dict[str, TimeEstimate] = {}  # of one step
     found = []
-    for step in steps:
-        if isinstance(step, Train) and not step.done(store):
-            settings = step.settings
-            shape = (settings.model, settings.task, settings.training.batch_size)
-            if shape not in known:
-                known[shape] = estimate_time(settings, torch.device(device), settings.training.steps - 1)
-            left = step.units - step.units_done(store)
-            found.append(replace(known[shape], seconds=known[shape].seconds * left))
+    for settings, steps in left:
+        if settings.model.is_custom:
+            continue
+        training = msgspec.structs.replace(settings.training, seed=0, steps=1)
+        loops = expected_loops(settings.objective, settings.num_loops)
+        shape = digest([plain(settings.task), plain(settings.model), plain(training), loops])
+        if shape not in known:
+            known[shape] = estimate_time(settings, torch.device(device), settings.training.steps - 1)
+        found.append(replace(known[shape], seconds=known[shape].seconds * steps))
     return found
 
 
@@ -98,9 +119,9 @@ class StudyWork:
     """
 
     def __init__(
-        self, everything: list[Step], store: Path, device: str, threads: int, advance: ProgressCallback
+        self, everything: list[Step], store: Path, devices: Sequence[str], threads: int, advance: ProgressCallback
     ) -> None:
-        self.store, self.device, self.threads, self._advance = store, device, threads, advance
+        self.store, self.devices, self.threads, self._advance = store, devices, threads, advance
         self._units = sum(step.units for step in everything)
         self._done = {step.key: step.units_done(store) for step in everything}
         self._failed: dict[str, UserError | str] = {}
@@ -164,20 +185,30 @@ def _prepare_process(threads: int) -> None:
     keep_memory()
 
 
-def _run_locally(steps: list[Step], work: StudyWork, workers: int | None) -> None:
-    """Does all steps, each when what it needs is done, in their order, as many at a time as there are workers."""
-    count = min(workers or (max(1, cores() // work.threads) if work.device == "cpu" else 1), len(steps))
+def _places(steps: Sequence[Step], work: StudyWork, workers: int | None) -> list[str]:
+    """The device of each worker that these steps can keep busy: every GPU has one, and others share the cores."""
+    on_device = [step for step in steps if step.uses_device]
+    on_cores = len(steps) if "cpu" in work.devices else len(steps) - len(on_device)
+    gpus = [device for device in work.devices if device != "cpu"][: len(on_device)]
+    return gpus + ["cpu"] * min(workers or max(1, cores() // work.threads), on_cores)
+
+
+def _run_locally(steps: list[Step], work: StudyWork, places: Sequence[str]) -> None:
+    """Does all steps, each when what it needs is done, in their order, with a worker on each of these devices."""
     waiting = {step.key: step for step in steps}
-    with _workers(count, work) as pool:
+    with _workers(places, work) as pool:
         while waiting or any(worker.step for worker in pool):
             busy = {worker.step.key for worker in pool if worker.step}
             for step in list(waiting.values()):
-                if (idle := next((worker for worker in pool if not worker.step), None)) is None:
+                idle = [worker for worker in pool if not worker.step]
+                if not idle:
                     break
+                devices = work.devices if step.uses_device else ("cpu",)
+                worker = next((worker for worker in idle if worker.device in devices), None)
                 if work.hold_up(step):
                     del waiting[step.key]
-                elif not any(needed.key in waiting or needed.key in busy for needed in step.needs):
-                    idle.begin(waiting.pop(step.key))
+                elif worker and not any(needed.key in waiting or needed.key in busy for needed in step.needs):
+                    worker.begin(waiting.pop(step.key))
                     busy.add(step.key)
             running = {worker.pipe: worker.step for worker in pool if worker.step}
             work.look_at(running.values())
@@ -194,10 +225,11 @@ class _Worker:
     The standard library's pools need semaphores that have names, and a study that is killed would leave them behind.
     """
 
-    def __init__(self, work: StudyWork) -> None:
+    def __init__(self, work: StudyWork, device: str) -> None:
         context = multiprocessing.get_context("spawn")
+        self.device = device
         self.pipe, theirs = context.Pipe()
-        given = (theirs, work.store, work.device, work.threads, os.getpid())
+        given = (theirs, work.store, device, work.threads, os.getpid())
         self.process = context.Process(target=_serve, args=given, daemon=True)
         self.process.start()
         theirs.close()
@@ -220,12 +252,12 @@ class _Worker:
 
 
 @contextmanager
-def _workers(count: int, work: StudyWork) -> Iterator[list[_Worker]]:
+def _workers(places: Sequence[str], work: StudyWork) -> Iterator[list[_Worker]]:
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, str(work.threads)))  # their linear algebra keeps to its threads, too
     try:
-        pool = [_Worker(work) for _ in range(count)]
+        pool = [_Worker(work, device) for device in places]
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -244,6 +276,8 @@ def _serve(pipe: Connection, store: Path, device: str, threads: int, parent: int
     """A worker's life; it ends with the study that it works for, however that one ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a group: the study ends its workers itself
     _prepare_process(threads)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # so that nothing goes to another GPU because it names none
 
     def exit_with_parent() -> None:
         while os.getppid() == parent:
@@ -264,37 +298,47 @@ def _serve(pipe: Connection, store: Path, device: str, threads: int, parent: int
             pipe.send(error)
 
 
-def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None) -> None:
+def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None, alone: bool) -> None:
     """Does all steps on the cluster at `address`, whose nodes share the store, or on a Ray of this machine's own.
 
-    Ray starts a task when what it needs is done, and starts it again elsewhere when its node dies.
+    `alone`: one after the other, so that none is timed beside another.
     """
     ray = _connect(address)
     try:
         _check_resources(ray, work)
-        task = ray.remote(num_cpus=work.threads, max_retries=_RAY_RETRIES)(_ray_task)
-        refs: dict[str, Any] = {}
-        for step in steps:
-            gpus = 1 if work.device.startswith("cuda") and step.uses_device else 0
-            given = (step, work.store.resolve(), work.device if gpus else "cpu", work.threads)
-            needed = [refs[need.key] for need in step.needs if need.key in refs]
-            refs[step.key] = task.options(num_gpus=gpus).remote(*given, *needed)
-        step_of = dict(zip(refs.values(), steps, strict=True))
-        waiting = list(step_of)
-        while waiting:
-            ended, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_RAY_SECONDS)
-            for ref in ended:
-                try:
-                    result = ray.get(ref)
-                except ray.exceptions.RayTaskError:
-                    raise  # a bug: its traceback is the worker's
-                except ray.exceptions.RayError as error:
-                    lost = f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__})."
-                    result = UserError(lost)
-                work.end(step_of[ref], result)
-            work.look_at(step_of[ref] for ref in (*ended, *waiting))
+        for together in [[step] for step in steps] if alone else [steps]:
+            _await_on_ray(ray, together, work)
     finally:
         ray.shutdown()
+
+
+def _await_on_ray(ray: Any, steps: list[Step], work: StudyWork) -> None:
+    """Ray starts a task when what it needs is done, and starts it again elsewhere when its node dies."""
+    task = ray.remote(num_cpus=work.threads, max_retries=_RAY_RETRIES)(_ray_task)
+    refs: dict[str, Any] = {}
+    for step in steps:
+        on_gpu = _is_cuda(work) and step.uses_device  # a task sees the GPU that it is given, and no other
+        given = (step, work.store.resolve(), "cuda" if on_gpu else "cpu", work.threads)
+        needed = [refs[need.key] for need in step.needs if need.key in refs]
+        refs[step.key] = task.options(num_gpus=int(on_gpu)).remote(*given, *needed)
+    step_of = dict(zip(refs.values(), steps, strict=True))
+    waiting = list(step_of)
+    while waiting:
+        ended, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_RAY_SECONDS)
+        for ref in ended:
+            try:
+                result = ray.get(ref)
+            except ray.exceptions.RayTaskError:
+                raise  # a bug: its traceback is the worker's
+            except ray.exceptions.RayError as error:
+                lost = f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__})."
+                result = UserError(lost)
+            work.end(step_of[ref], result)
+        work.look_at(step_of[ref] for ref in (*ended, *waiting))
+
+
+def _is_cuda(work: StudyWork) -> bool:
+    return work.devices[0].startswith("cuda")
 
 
 def _connect(address: str | None) -> Any:
@@ -315,7 +359,7 @@ def _connect(address: str | None) -> Any:
 def _check_resources(ray: Any, work: StudyWork) -> None:
     """Rejects what no node can take: such a task would wait for ever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = 1 if work.device.startswith("cuda") else 0
+    gpus = int(_is_cuda(work))
     if not any(node.get("CPU", 0) >= work.threads and node.get("GPU", 0) >= gpus for node in nodes):
         most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
         resources = f"{work.threads} CPUs" + (" and a GPU" if gpus else "")

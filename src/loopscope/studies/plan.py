@@ -1,7 +1,8 @@
 """From an expanded study to its steps, from its finished steps to results, and to names in the study's folder."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import msgspec
 
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import ModelResult, QuestionBench, Results
+from loopscope.analysis.schema import Latency, ModelResult, Results
 from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.transfer import TransferResult
 from loopscope.artifacts import MANIFEST
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.config import build, differences, plain
-from loopscope.errors import UserError, reject
+from loopscope.errors import UserError, did_you_mean, reject
 from loopscope.files import is_folder
 from loopscope.models.checkpoint_folder import CONFIG
 from loopscope.questions import BENCHMARKS, Split
@@ -31,14 +33,18 @@ from loopscope.studies.steps import (
     Recording,
     Score,
     Step,
-    Time,
+    TimeBenchmark,
+    TimeTask,
+    Timing,
     Train,
+    Transfer,
     all_steps,
 )
 from loopscope.studies.study_file import (
     ExpandedStudy,
     ExternalSource,
     Gates,
+    Reference,
     Study,
     StudyCheckpoint,
     StudyPart,
@@ -58,11 +64,12 @@ class Model:
     analysis: Analyse
     training: Train | None = None  # of a run
     checkpoint: ExternalSource | None = None
-    timing: Time | None = None
+    timing: Timing | None = None
+    transfer: Transfer | None = None  # of its rules to others
 
     @property
     def goals(self) -> list[Step]:
-        return [self.analysis, *filter(None, [self.timing])]
+        return [self.analysis, *filter(None, [self.transfer, self.timing])]
 
     @property
     def link_keys(self) -> set[str]:
@@ -80,10 +87,11 @@ class Model:
         benchmark = msgspec.structs.replace(made.benchmark, model=self.checkpoint.name)
         return msgspec.structs.replace(made, group=self.name, benchmark=benchmark)
 
-    def timed(self, store: Path) -> QuestionBench | None:
-        if self.checkpoint is None or self.timing is None or not self.timing.done(store):
+    def timed(self, store: Path) -> Latency | None:
+        if self.timing is None or not self.timing.done(store):
             return None
-        return msgspec.structs.replace(self.timing.result(store), model=self.checkpoint.name)
+        name = self.name if self.checkpoint is None else self.checkpoint.name
+        return msgspec.structs.replace(self.timing.result(store), model=name)
 
     def link(self, store: Path, folder: Path) -> None:
         """Makes `folder` look like the folder of a run, with its recordings, gates and policies."""
@@ -127,7 +135,17 @@ class Plan:
         """The results of the models that are analysed so far."""
         done = [model for model in self.models if model.analysis.done(store)]
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
-        return assemble_results([model.result(store) for model in done], as_targets(self.study.targets), timed)
+        found = [each for model in done for each in self._transferred(model, done, store)]
+        made = [model.result(store) for model in done]
+        return assemble_results(made, as_targets(self.study.targets), timed, found)
+
+    def _transferred(self, model: Model, done: Sequence[Model], store: Path) -> list[TransferResult]:
+        """What its rules do on the models that are analysed so far."""
+        if model.transfer is None or not model.transfer.done(store):
+            return []
+        names = {other.analysis.key: other.name for other in self.models}
+        shown = {other.name for other in done}
+        return [each for each in model.transfer.result(store, names) if each.stops in shown]
 
     def details(self, results: Results, store: Path) -> Iterator[ThresholdDetails]:
         """What the page looks up of the models that have results, in their order."""
@@ -203,7 +221,25 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
         if same != model.name:
             raise UserError(f"In {expanded.source} '{same}' and '{model.name}' are the same; list every run once.")
         names.add(model.name)
+    listed = _listed(study.transfer, models, expanded.source)
+    onto = tuple(model.analysis for model in listed)
+    for model in listed:
+        models[models.index(model)] = replace(model, transfer=Transfer(of=model.analysis, onto=onto))
     return Plan(study, tuple(models))
+
+
+def _listed(patterns: Sequence[str], models: Sequence[Model], source: str) -> list[Model]:
+    """The models whose names these are, or fit."""
+    found: dict[str, Model] = {}
+    for pattern in patterns:
+        fitting = {model.name: model for model in models if fnmatchcase(model.name, pattern)}
+        if not fitting:
+            hint = did_you_mean(pattern, [model.name for model in models])
+            raise UserError(f"{source} transfers '{pattern}'{hint}, which is none of its runs.")
+        found |= fitting
+    if len(found) == 1:
+        raise UserError(f"{source} transfers the rules of one run to itself alone; list two runs or more.")
+    return list(found.values())
 
 
 def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithmetic: str) -> list[Model]:
@@ -212,7 +248,7 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
         if run.of.extrapolate:
             extrapolation_levels(run.settings)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
-    measures = _references(runs, part, trained)
+    measures, timed = _references(runs, part, trained), _timed(runs, part)
     hidden = {trained[run.name].key for run in runs if run.of.fit}  # fitted gates read hidden states
 
     def recording(of: Train, split: str, examples: int | None = None) -> Record:
@@ -234,7 +270,8 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
             unseen=part.unseen,
             policies=_policies(validation, gates, part.guarantees, part.unseen),
         )
-        models.append(Model(run.name, analysis, of))
+        timing = TimeTask(of=of, validation=validation, test=analysis.test) if run.name in timed else None
+        models.append(Model(run.name, analysis, of, timing=timing))
     return models
 
 
@@ -260,7 +297,7 @@ def _scored_model(found: StudyCheckpoint, study: Study, arithmetic: str) -> Mode
         unseen=False,
         policies=_policies(validation, gates, entry.guarantees, unseen=False),
     )
-    timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
+    timing = TimeBenchmark(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
     return Model(f"{found.checkpoint.name}-{benchmark}", analysis, None, found.checkpoint, timing)
 
 
@@ -311,13 +348,29 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
     reference = part.reference
     if reference is None:
         return {}
-    beta = None if reference.gate == "none" else reference.beta
-    sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
-    found = {}
-    for run in runs:
-        if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
-            found[run.seed] = trained[run.name]
+    found = dict[int, Train]()
+    for run in _trained_as(runs, reference):
+        found.setdefault(run.seed, trained[run.name])  # another architecture may come after it
     for run in runs:
         if run.seed not in found:
             raise UserError(f"The reference of '{part.settings}' is not among its runs with seed {run.seed}; list it.")
     return found
+
+
+def _timed(runs: list[StudyRun], part: StudyPart) -> set[str]:
+    """The names of the runs whose exits are timed."""
+    found = [_trained_as(runs, training) for training in part.latency]
+    if [] in found:
+        training = part.latency[found.index([])]
+        named = f"gate = '{training.gate}', prior = {training.prior}"
+        raise UserError(f"latency of '{part.settings}' has {named}, and no run of the part is trained so; list one.")
+    return {run.name for some in found for run in some}
+
+
+def _trained_as(runs: list[StudyRun], training: Reference) -> list[StudyRun]:
+    """The runs of every seed with this gate, prior and beta."""
+    beta = None if training.gate == "none" else training.beta
+    sought = (usual_objective(training.gate, training.prior), training.gate, training.prior, beta)
+    return [
+        run for run in runs if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought
+    ]

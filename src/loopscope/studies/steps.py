@@ -1,4 +1,4 @@
-"""The steps of a study: train, record or score, fit, certify, analyse, time.
+"""The steps of a study: train, record or score, fit, certify, analyse, transfer, time.
 
 Each makes one artifact, a folder addressed by what made it. A step holds the steps that it needs, so its hash covers
 everything that its artifact depends on: settings, splits, the runs below it. The same step is never done twice, a
@@ -7,7 +7,7 @@ appears whole (a run: once its weights are there).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,18 +17,23 @@ import msgspec
 import numpy as np
 import torch
 
+from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, load_recordings
-from loopscope.analysis.schema import ModelResult, QuestionBench
+from loopscope.analysis.schema import Latency, ModelResult
+from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.transfer import TransferResult, fitted_rules, replayed_rules
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
-from loopscope.bench.exit_timing import time_benchmark
+from loopscope.bench.exit_timing import time_benchmark, time_task
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
+from loopscope.checks.model_contract import check_model
 from loopscope.config import Settings, digest, plain, read_json, write_json
 from loopscope.errors import UserError
 from loopscope.frontier import choose
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import WEIGHTS
+from loopscope.models.custom_model import register_model
 from loopscope.policy import ExitPolicy
 from loopscope.questions import Split
 from loopscope.readouts.readout import POST_HOC
@@ -39,7 +44,7 @@ from loopscope.studies.study_file import ExternalSource
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
-from loopscope.training.task_run import TaskRun, train
+from loopscope.training.task_run import TaskRun, initial_model, train
 from loopscope.training.training_loop import with_objective
 from loopscope.trajectory import Trajectory, concatenate
 
@@ -55,6 +60,8 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
     optional: ClassVar[tuple[str, ...]] = ()
     """Fields that are no part of the address where they are empty."""
     uses_device: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
+    """Whether nothing else of the study may run beside it."""
 
     @property
     def needs(self) -> "tuple[Step, ...]":
@@ -121,11 +128,18 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def check(self, store: Path) -> None:
-        """Says before anything is trained what is wrong with an objective of the user's own."""
+        """Says before anything is trained what is wrong with an objective or a model of the user's own."""
         with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
+        if self.settings.model.is_custom:
+            check_model(initial_model(self.settings).eval())
 
     def run(self, store: Path, device: torch.device) -> None:
         train(self.settings, self.folder(store), device)
+
+    def import_model(self) -> None:
+        """Lets its model be loaded, which the study's file names."""
+        if self.settings.model.is_custom:
+            register_model(str(self.settings.model.name))
 
 
 class Recording(Step, frozen=True, kw_only=True):
@@ -149,7 +163,9 @@ class Record(Recording, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
-        record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+        self.of.import_model()
+        run, folder, custom = self.of.folder(store), self.folder(store), self.of.settings.task_name
+        record_task(run, self.split, folder, keep, self.examples, device=device, custom_tasks=[custom])
 
 
 class Score(Recording, frozen=True, kw_only=True):
@@ -253,6 +269,11 @@ class Analyse(Step, frozen=True, kw_only=True):
     def is_reference(self) -> bool:
         return self.reference == (self.validation, self.test)
 
+    def subject(self, store: Path) -> Subject:
+        """Its recordings as they are counted."""
+        found = load_recordings("", self.validation.folder(store), self.test.folder(store), self.unseen)
+        return found.measure
+
     def run(self, store: Path, device: torch.device) -> None:
         def recordings(name: str, validation: Recording, test: Recording) -> ModelRecordings:
             return load_recordings(name, validation.folder(store), test.folder(store), self.unseen)
@@ -283,11 +304,73 @@ class Analyse(Step, frozen=True, kw_only=True):
         return read_json(ThresholdDetails, self.folder(store) / "details.json", "analysis")
 
 
-class Time(Step, frozen=True, kw_only=True):
-    """The final loop, the model's own gate and the best other readout, live, at the points that validation chose."""
+class Transfer(Step, frozen=True, kw_only=True):
+    """The rules of a model, replayed on the test data of others, itself among them."""
+
+    kind: ClassVar[str] = "transfer"
+    of: Analyse
+    onto: tuple[Analyse, ...]
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        """Recordings and gates; what the analyses say is not asked."""
+        read = [step for each in self.onto for step in (each.validation, each.test)]
+        return (self.of.validation, *self.of.gates, *read)
+
+    @property
+    def units(self) -> int:
+        return SMALL * len(self.onto)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        target = as_targets(self.of.targets)[0]
+        subjects = {each.key: each.subject(store) for each in self.onto}
+        validation = subjects[self.of.key].validation
+        rules = fitted_rules(validation, load_fits(self.of.gates, store), target)
+        found: list[TransferResult] = []
+        for stopped in subjects.items():
+            found += replayed_rules(rules, (self.of.key, validation), stopped, target)
+        self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
+
+    def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
+        """What was found, under the names of the models, by the keys of their analyses."""
+        found = read_json(list[TransferResult], self.checked_folder(store) / "transfer.json", "transfer")
+        return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
+
+
+class Timing(Step, frozen=True, kw_only=True):
+    """Exits that run live, at the points that validation chose."""
 
     kind: ClassVar[str] = "timing"
     uses_device: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+
+    @property
+    def units(self) -> int:
+        return 20 * SMALL
+
+    def save(self, store: Path, latency: Latency) -> None:
+        self.write(store, lambda scratch: write_json(scratch / "timing.json", latency))
+
+    def result(self, store: Path) -> Latency:
+        return read_json(Latency, self.checked_folder(store) / "timing.json", "timing")
+
+
+class TimeTask(Timing, frozen=True, kw_only=True):
+    """A run on its task: the final loop, and its own gate or (without one) readouts that need none."""
+
+    of: Train
+    validation: Recording
+    test: Recording
+
+    def run(self, store: Path, device: torch.device) -> None:
+        recordings = (self.validation.load(store), self.test.load(store))
+        self.of.import_model()
+        self.save(store, time_task(self.of.folder(store), *recordings, device, [self.of.settings.task_name]))
+
+
+class TimeBenchmark(Timing, frozen=True, kw_only=True):
+    """A checkpoint on a benchmark: the final loop, the model's own gate and the best other readout."""
+
     analysis: Analyse
     checkpoint: ExternalSource
     benchmark: str
@@ -301,15 +384,11 @@ class Time(Step, frozen=True, kw_only=True):
     def needs(self) -> tuple[Step, ...]:
         return (self.analysis, self.analysis.validation, self.analysis.test)
 
-    @property
-    def units(self) -> int:
-        return 20 * SMALL
-
     def run(self, store: Path, device: torch.device) -> None:
         validation, test = self.analysis.validation.load(store), self.analysis.test.load(store)
         result = self.analysis.result(store)
         readouts = [found.readout for names in (("gate",), POST_HOC) if (found := result.best(names)) is not None]
-        bench = time_benchmark(
+        latency = time_benchmark(
             self.checkpoint.source,
             self.benchmark,
             [ExitPolicy("fixed", test.num_loops), *(choose(readout, validation) for readout in readouts)],
@@ -320,10 +399,7 @@ class Time(Step, frozen=True, kw_only=True):
             device=device,
             dtype=self.dtype,
         )
-        self.write(store, lambda scratch: write_json(scratch / "timing.json", bench))
-
-    def result(self, store: Path) -> QuestionBench:
-        return read_json(QuestionBench, self.checked_folder(store) / "timing.json", "timing")
+        self.save(store, latency)
 
 
 def load_fits(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:

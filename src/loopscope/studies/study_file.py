@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from loopscope.analysis.results import architecture_words
 from loopscope.artifacts import sha256
 from loopscope.certify.risk_target import AUTO, RiskTarget
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
@@ -24,10 +25,23 @@ from loopscope.files import is_file, is_folder, no_folder, no_such_toml
 from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, require_values, weight_files
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import needs_labels
-from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_source
+from loopscope.training.settings import (
+    ACT,
+    BUILT_IN,
+    GATE_CHANNELS,
+    WITH_PRIOR,
+    Channels,
+    Objective,
+    RunSettings,
+    Share,
+    read_settings,
+    with_sources,
+)
+from loopscope.user_code import is_user_name
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-Prior = Literal["uniform", "final"] | Lambda
+Prior = Lambda | str | tuple[Share, ...]
+"""The lambda of a geometric prior, "uniform", "final", module:function, or the weights of all loops."""
 Target = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Name = Annotated[str, msgspec.Meta(pattern="^(?!(report|store)$)[A-Za-z0-9][A-Za-z0-9._-]*$")]
 T = TypeVar("T")
@@ -41,21 +55,28 @@ _LISTED = ("objective", "model.gate", "training.seed")
 """Settings that the lists of `[[parts.runs]]` decide."""
 _PRIORS: tuple[Prior, ...] = ("uniform",)
 _BETAS = (0.1,)
-_USUAL = ("final", "fixed_prior", "learned_gate")
-"""Objectives that gate and prior decide."""
+_JOINT = (1.0,)
+_PRIOR_NAMES = ("uniform", "final")
+_USUAL = ("final", "fixed_prior", "learned_gate", GATE_CHANNELS)
+"""Objectives that gate, prior, gate_weight and gate_gradient decide."""
+_Combination = tuple[str, GateKind, Prior | None, float | None, Channels | None, int]
+"""The objective, the gate, the prior, beta, how far the gate shapes the trunk, and the seed."""
 
 
 class RunGrid(Settings, frozen=True, kw_only=True):
     """Training runs: every combination of the lists. A gate is trained jointly; without one a run has a fixed prior.
 
-    `objective` says where it is otherwise: built-in ones that have a prior, or functions of one's own
+    `gate_weight` and `gate_gradient` say how far a gate shapes the trunk: 1 and 1 is joint training, 0 and 0 a
+    decoupled gate. `objective` lists other objectives: built-in ones (`act` has no prior), or functions of one's own
     (module:function), which have neither prior nor beta.
     """
 
     objective: tuple[str, ...] = ()
     gate: Some[GateKind] = ("none",)
-    prior: Some[Prior] = _PRIORS  # "uniform", the lambda of a geometric prior, or "final": the last loop only
-    beta: Some[NonNegative] = _BETAS  # of runs with a gate
+    prior: Some[Prior] = _PRIORS
+    beta: Some[NonNegative] = _BETAS  # of runs with a gate; of `act` what a loop costs
+    gate_weight: Some[Share] = _JOINT  # of runs with a gate: how much of the trunk's loss weights is the gate's
+    gate_gradient: Some[Share] = _JOINT  # of runs with a gate: how much of the gate's gradient reaches the trunk
     seed: Some[Seed] = (0,)
     set: tuple[str, ...] = ()  # a.b=c, on top of the part's
     fit: bool = False  # fit the part's post-hoc gates to these trajectories
@@ -66,11 +87,20 @@ class RunGrid(Settings, frozen=True, kw_only=True):
         custom = {name for name in self.objective if name not in BUILT_IN}
         decided = ", ".join(name for name in self.objective if name in _USUAL)
         with_prior, usual = self.objective or {*self.gate} != {"none"}, (self.prior, self.beta) == (_PRIORS, _BETAS)
+        named = [prior for prior in self.prior if isinstance(prior, str)]
+        unknown = [prior for prior in named if prior not in _PRIOR_NAMES and not is_user_name(prior)]
+        is_joint = self.gate_weight == self.gate_gradient == _JOINT
         require_values(
-            (not decided, f"objective does not list '{decided}': gate and prior decide it"),
+            (not decided, f"objective does not list '{decided}': gate, prior, gate_weight and gate_gradient decide it"),
+            (is_joint or not self.objective, "gate_weight and gate_gradient are of runs without a list of objectives"),
             (custom in (set(), {*self.objective}), "give a custom objective a [[parts.runs]] of its own"),
             (usual or not custom, "prior and beta are of the built-in objectives; a custom one has objective.options"),
             (not with_prior or "final" not in self.prior, "this objective needs a prior over all loops"),
+            (not unknown, f"there is no prior '{', '.join(unknown)}'; docs/studies.md lists what a prior is"),
+            (
+                ACT not in self.objective or self.prior == _PRIORS,
+                "act has no prior; give it a [[parts.runs]] of its own",
+            ),
         )
 
 
@@ -85,7 +115,7 @@ class Gates(Settings, frozen=True, kw_only=True):
 
 
 class Reference(Settings, frozen=True, kw_only=True):
-    """The run against whose trajectory (of the same seed) the others of its part are measured."""
+    """Runs of a part, by how they were trained: whose trajectory (of the same seed) measures the others, say."""
 
     gate: GateKind = "none"
     prior: Prior
@@ -98,6 +128,7 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     set: tuple[str, ...] = ()
     unseen: bool = False  # count only examples that training did not have
     reference: Reference | None = None
+    latency: tuple[Reference, ...] = ()  # the runs (of every seed) whose exits are timed
     runs: Some[RunGrid]
     gates: Gates = Gates()
     extrapolation_examples: Count | None = None
@@ -143,6 +174,7 @@ class Study(Settings, frozen=True, kw_only=True):
     products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
     parts: tuple[StudyPart, ...] = ()
     checkpoints: tuple[Checkpoints, ...] = ()
+    transfer: tuple[str, ...] = ()  # names of runs, or patterns (`mano-*-s0`), whose rules are replayed on each other
 
     def __post_init__(self) -> None:
         require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))
@@ -265,16 +297,18 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
     source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
     runs: list[StudyRun] = []
     for entry in part.runs:
-        for name, gate, prior, beta, seed in _combinations(entry):
+        for name, gate, prior, beta, channels, seed in _combinations(entry):
             decided = [f"training.seed={seed}", f"model.gate={gate}"]
             if prior is None:
+                decided += [] if beta is None else [f"objective.beta={beta}"]
                 changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
             else:
-                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta)]
-            settings = read_settings(source, overrides, of_study=[*part.set, *changes])
-            settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
-            task = part.name or type(settings.task).__name__.lower()
-            made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
+                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
+            settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
+            task = part.name or settings.task_name.rpartition(":")[2].lower()
+            words = [task, *architecture_words(plain(settings.model))]
+            words.append(_run_name(settings.objective, gate, prior, beta, seed))
+            made = entry.name or re.sub(r"[^\w.-]", "_", "-".join(words))
             runs.append(StudyRun(made, settings, prior, beta, entry))
     return runs
 
@@ -284,40 +318,56 @@ def usual_objective(gate: GateKind, prior: Prior) -> str:
     return "learned_gate" if gate != "none" else "final" if prior == "final" else "fixed_prior"
 
 
-def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
-    axes = (grid.gate, grid.prior, grid.beta, grid.seed)
+def _combinations(grid: RunGrid) -> list[_Combination]:
+    axes = (grid.gate, grid.prior, grid.beta, grid.gate_weight, grid.gate_gradient, grid.seed)
     count = prod(map(len, axes)) * max(1, len(grid.objective))
     if count > _MAX_RUNS:
         raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MAX_RUNS:,} at most.")
-    if grid.objective and grid.objective[0] not in BUILT_IN:
-        return [(name, gate, None, None, seed) for name, gate, seed in product(grid.objective, grid.gate, grid.seed)]
-    runs = [
-        (objective or usual_objective(gate, prior), gate, prior, None if gate == "none" else beta, seed)
-        for objective, gate, prior, beta, seed in product(grid.objective or ("",), *axes)
-    ]
-    return list(dict.fromkeys(runs))  # without a gate every beta is the same run
+    runs: list[_Combination] = []
+    for objective, gate, prior, beta, weight, gradient, seed in product(grid.objective or ("",), *axes):
+        name = objective or (usual_objective(gate, prior) if gate == "none" else GATE_CHANNELS)
+        runs.append(
+            (
+                name,
+                gate,
+                prior if name in WITH_PRIOR else None,
+                beta if name in BUILT_IN and gate != "none" else None,
+                Channels(weight, gradient) if name == GATE_CHANNELS else None,
+                seed,
+            )
+        )
+    return list(dict.fromkeys(runs))  # without a gate every beta and channel is the same run
 
 
-def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
+def _objective_changes(objective: str, prior: Prior, beta: float | None, channels: Channels | None) -> list[str]:
     changes = [f"objective.name={objective}"]
+    if channels is not None:
+        changes += [f"objective.gate_weight={channels.weight}", f"objective.gate_gradient={channels.gradient}"]
     if beta is not None:
         changes.append(f"objective.beta={beta}")
-    if prior == "uniform":
-        changes.append("objective.prior=uniform")
-    elif prior != "final":
+    if isinstance(prior, float):
         changes += ["objective.prior=geometric", f"objective.geometric_lambda={prior}"]
+    elif prior != "final":
+        changes.append(f"objective.prior={prior if isinstance(prior, str) else list(prior)}")
     return changes
 
 
 def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: float | None, seed: int) -> str:
     """By what the run is, with nothing that a folder's name cannot have."""
+    if prior is None and objective.name in BUILT_IN:
+        return f"{objective.name}-{gate}-b{beta:g}-s{seed}"
     if prior is None:  # a function of the user's, with its options
         options = [f"{key}{value}" for key, value in (objective.options or {}).items()]
         words = [objective.name.partition(":")[2], *options, *([] if gate == "none" else [gate]), f"s{seed}"]
         return re.sub(r"[^\w.-]", "_", "-".join(words))
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
-    if objective.name == "decoupled_gate":
+    if objective.name == GATE_CHANNELS:
+        family = f"{gate}-w{objective.gate_weight:g}-g{objective.gate_gradient:g}-b{beta:g}"
+    elif objective.name == "decoupled_gate":
         family = f"decoupled-{family}"
     elif objective.name == "random_depth":
         family = f"random-truncated{objective.truncated}" if objective.truncated else "random"
-    return f"{prior if isinstance(prior, str) else f'geometric{prior:g}'}-{family}-s{seed}"
+    if isinstance(prior, float):
+        return f"geometric{prior:g}-{family}-s{seed}"
+    weights = prior.rpartition(":")[2] if isinstance(prior, str) else f"weights{'_'.join(f'{w:g}' for w in prior)}"
+    return re.sub(r"[^\w.-]", "_", f"{weights}-{family}-s{seed}")

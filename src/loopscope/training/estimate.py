@@ -3,16 +3,21 @@
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 
 from loopscope.errors import UserError
 from loopscope.models.device import synchronize
+from loopscope.models.packing import share_prefixes
 from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
 from loopscope.training.objectives import expected_loops
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import RunSettings
+from loopscope.training.settings import Objective, RunSettings
+from loopscope.training.task_run import AnswerLosses, initial_model
+from loopscope.training.training_loop import Optimizers, deterministic, train_step
 
 _MAX_HOURS = 24.0
 _MAX_MEASURED_WIDTH = 1024
@@ -20,60 +25,135 @@ _MAX_MEASURED_WIDTH = 1024
 _MAX_SECONDS_OF_FEW_ROWS = 0.02
 _EFFICIENCY = 0.5
 """The share of the measured matrix-product rate that a training step reaches."""
+_WARM_UP, _TIMED_STEPS = 2, 5
+_SAMPLED_ROWS, _SAMPLED_TOKENS = 1024, 1_000_000
+"""Of a batch, of which its states are counted: at most so many rows, and so many tokens."""
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
     seconds: float
-    gigaflops: float
-    device: str
+    speed: str  # by which it was estimated, in words
+
+    @property
+    def is_too_long(self) -> bool:
+        return self.seconds > _MAX_HOURS * 3600
 
     def check(self, why: str = "") -> None:
         """Rejects a run that would take far too long here; `why` is said before what to do."""
-        if self.seconds > _MAX_HOURS * 3600:
+        if self.is_too_long:
             raise UserError(
-                f"This run would take about {clock(self.seconds)} here ({self.device} multiplies matrices at "
-                f"{self.gigaflops:,.0f} GFLOP/s){why}; use the preset 'demo', set training.steps lower, or start it "
-                "anyway with --force."
+                f"This run would take about {clock(self.seconds)} here ({self.speed}){why}; use the preset 'demo', set "
+                "training.steps lower, or start it anyway with --force."
             )
 
 
 def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
-    """Rejects a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
-    rows, task = workers.share(settings.training.batch_size), settings.task
-    tokens = rows * task.positions
-    need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
-    need += 8.0 * (task.train_examples + task.validation_examples) * task.positions
+    """Rejects a run that cannot fit its device, or the machine, which its workers share unless each has a device."""
+    task, training = settings.generator, settings.training
+    data = 8.0 * (task.train_examples + task.validation_examples) * task.positions
+    rows = -(-workers.share(training.batch_size) // (training.accumulate or 1))
+    need = _training_bytes(settings, rows, bf16=device.type == "cuda" and training.bf16)
+    host = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    places = {device.type.upper(): (workers.count * (need + data), host)}
     if device.type == "cuda":
-        have = float(torch.cuda.mem_get_info(device)[0])
+        places = {"CUDA": (need, float(torch.cuda.mem_get_info(device)[0])), "CPU": (data, host)}
+    for name, (size, have) in places.items():
+        if size > have:
+            raise UserError(
+                f"This run needs about {size / 2**30:,.0f} GiB, this {name} has {have / 2**30:,.0f} GiB; make the "
+                "model or training.batch_size smaller, set training.accumulate or training.checkpointing, or start it "
+                "anyway with --force."
+            )
+
+
+def _training_bytes(settings: RunSettings, rows: int, bf16: bool) -> float:
+    """The size of a model in training and of a step on so many rows; of a custom model's step nobody can tell."""
+    task, model = settings.generator, settings.model
+    if model.is_custom:
+        return 16.0 * _custom_size(settings)[0]
+    states = _states(settings, rows)
+    sizes = (model, task.vocab_size, settings.block_size, states, task.positions)
+    weights, of_loop = training_bytes(*sizes, bf16=bf16)
+    loops = min(model.loops, settings.objective.truncated or model.loops)
+    if settings.training.checkpointing:  # the states between the loops, and one of these at a time
+        return weights + of_loop + loops * states * model.width * 8.0
+    return weights + loops * of_loop
+
+
+def _states(settings: RunSettings, rows: int) -> float:
+    """The states of a batch: fewer than its tokens, because rows that begin alike share them."""
+    some = min(rows, _SAMPLED_ROWS, max(1, _SAMPLED_TOKENS // settings.generator.positions))
+    batch = settings.generator.batch(settings.training.seed, 0, some)
+    layout = share_prefixes(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths))
+    assert layout.sharing is not None
+    return len(layout.sharing.owners) * rows / some
+
+
+def step_flops(settings: RunSettings) -> float:
+    """The operations of a training step on average, of every token: what rows share is not left out."""
+    rows, task = settings.training.batch_size, settings.generator
+    tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
+    if settings.model.is_custom:
+        flops = 6.0 * settings.num_loops * tokens * _custom_size(settings)[0]  # as if each were used once a token
     else:
-        need *= workers.count
-        have = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if need > have:
-        raise UserError(
-            f"This run needs about {need / 2**30:,.0f} GiB, this {device.type.upper()} has {have / 2**30:,.0f} GiB; "
-            "make the model or training.batch_size smaller, or start it anyway with --force."
-        )
+        flops = training_flops(settings.model, task.vocab_size, tokens, rows)
+    return flops * expected_loops(settings.objective, settings.num_loops) / settings.num_loops
 
 
 def estimate_time(
     settings: RunSettings, device: torch.device, done: int = 0, workers: Workers = SINGLE_WORKER
 ) -> TimeEstimate:
-    """Time left from the operation count and the rate at which this machine multiplies matrices of this width.
+    """The time of the steps that are left: on a GPU by a few real ones, on a CPU by the rate of its matrix products.
 
-    The rate is measured by one worker while the others wait, and taken times their number.
+    A CPU takes long for a step of a large model, and a GPU is kept waiting by small products: neither tells the other
+    way how long training takes. One worker measures while the others wait.
     """
-    rows, task = settings.training.batch_size, settings.task
-    tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
-    flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    flops *= expected_loops(settings.objective, settings.num_loops) / settings.num_loops
-    return time_for(flops, settings.model.width, device, workers)
+    left, flops = settings.training.steps - done, step_flops(settings)
+    if device.type == "cpu":
+        width = _custom_size(settings)[1] if settings.model.is_custom else settings.model.width
+        return time_for(flops * left, width, device, workers)
+    share = expected_loops(settings.objective, settings.num_loops) / settings.num_loops
+    seconds = share * _seconds_per_step(settings, device, workers.share(settings.training.batch_size))
+    return TimeEstimate(left * seconds, f"{device} trains it at {flops / seconds / 1e9:,.0f} GFLOP/s")
+
+
+def _seconds_per_step(settings: RunSettings, device: torch.device, rows: int) -> float:
+    """Of a few real steps on a model that is thrown away; what an objective makes of the losses takes no time.
+
+    All loops are run, also where a step draws how many.
+    """
+    model: Any = initial_model(settings).to(device)
+    model.gradient_checkpointing = bool(settings.training.checkpointing)
+    batch = settings.generator.batch(settings.training.seed, 0, rows).by_length()
+    if settings.objective.name == "random_depth":
+        settings = msgspec.structs.replace(settings, objective=Objective())
+    given = (AnswerLosses(model), lambda found: found.cross_entropy.mean(), Optimizers(model, settings.training), batch)
+    with deterministic():
+        for step in range(_WARM_UP + _TIMED_STEPS):
+            if step == _WARM_UP:
+                synchronize(device)
+                began = time.perf_counter()
+            train_step(*given, step, settings)
+        synchronize(device)
+        seconds = (time.perf_counter() - began) / _TIMED_STEPS
+    del model, given
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # another process may train there
+    return seconds
+
+
+def _custom_size(settings: RunSettings) -> tuple[int, int]:
+    """The parameters of a model of the user's, and the width of its widest."""
+    parameters = list(initial_model(settings).parameters())
+    return sum(each.numel() for each in parameters), max(each.shape[-1] for each in parameters if each.ndim)
 
 
 def time_for(flops: float, width: int, device: torch.device, workers: Workers = SINGLE_WORKER) -> TimeEstimate:
     """The time for so many operations, most of them in matrix products of this width."""
     rate = matmul_rate(min(width, _MAX_MEASURED_WIDTH), device) * workers.count
-    return TimeEstimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
+    speed = f"this {device.type.upper()} multiplies matrices at {rate / 1e9:,.0f} GFLOP/s"
+    return TimeEstimate(flops / (rate * _EFFICIENCY), speed)
 
 
 def matmul_rate(width: int, device: torch.device, dtype: torch.dtype | None = None) -> float:

@@ -29,7 +29,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.splits import check_gate_data, fitting_data
 from loopscope.tasks import Draws
 from loopscope.training.objectives import objective_loss
-from loopscope.training.settings import GATED, DepthPrior, Objective, Probability
+from loopscope.training.settings import GATED, PRIORS, WITH_PRIOR, DepthPrior, Objective, Probability
 from loopscope.trajectory import Trajectory
 
 _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
@@ -39,7 +39,7 @@ _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
 class GateSettings(Settings, frozen=True, kw_only=True):
     kind: Literal["linear", "mlp"] = "linear"
     objective: Literal["ponder", "utility"] = "ponder"
-    prior: DepthPrior = "uniform"  # of `ponder`
+    prior: DepthPrior = "uniform"  # of `ponder`; not a function
     geometric_lambda: Probability = 0.3
     beta: NonNegative = 0.1
     pairing: Literal["next", "ouro"] = "next"  # of `utility`: the gate at t speaks of loop t + 1, or (Ouro's) of loop t
@@ -50,7 +50,17 @@ class GateSettings(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         is_used = self.pairing == "next" or self.objective == "utility"
-        require_values((is_used, "pairing is of the objective 'utility'"))
+        own = isinstance(self.prior, str) and self.prior not in PRIORS
+        require_values(
+            (is_used, "pairing is of the objective 'utility'"),
+            (not own, f"a fitted gate has one of the priors {' and '.join(PRIORS)}, or a list of weights"),
+        )
+        _ = self.ponder
+
+    @property
+    def ponder(self) -> Objective:
+        """The learned gate's own objective."""
+        return Objective(name="learned_gate", prior=self.prior, geometric_lambda=self.geometric_lambda, beta=self.beta)
 
     @property
     def name(self) -> str:
@@ -67,9 +77,10 @@ def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSetting
 
 def host_defaults(objective: Objective | None) -> dict[str, Any]:
     """What a fitted gate takes over from the objective that its host was trained with."""
-    if objective is None or objective.is_custom or objective.name == "final":
+    if objective is None or objective.name not in WITH_PRIOR or objective.name == "final":
         return {}
-    taken = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
+    prior = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
+    taken: dict[str, Any] = {} if objective.has_custom_prior else prior
     return taken | ({"beta": objective.beta} if objective.name in GATED else {})
 
 
@@ -112,8 +123,7 @@ def fit_gate(
 def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
     """What is minimised, from cross-entropies [T, B] and halt logits [T, B]."""
     if settings.objective == "ponder":
-        shared = {name: getattr(settings, name) for name in ("prior", "geometric_lambda", "beta")}
-        return objective_loss(Objective(name="learned_gate", **shared), losses, logits)
+        return objective_loss(settings.ponder, losses, logits)
     continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _MIN_IMPROVEMENT))
     paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
     # The sigmoid of a halt logit is the probability to stop.
@@ -124,7 +134,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
     """A copy of a checkpoint whose own gate is this one; the gates must have the same form."""
     names = gate_tensors(checkpoint)
     if set(names) != set(gate.tensors):
-        own = "no gate" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
+        own = "no gate of LoopScope's" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     gate.check(weights_sha256(checkpoint))
     with artifact_folder(out, "checkpoint") as scratch:

@@ -5,16 +5,24 @@
 - learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution;
 - decoupled_gate: the fixed prior's loss shapes the trajectory, and the gate learns the learned gate's from states and
   cross-entropies through which no gradient flows;
+- gate_channels: between these two. A learned gate shapes the trunk through two channels: q weighs the trunk's losses,
+  and the gate's own gradient reaches the states that it reads. Each has a share from 0 to 1;
+- act: sum_t p_t(x) l_t + beta (N(x) + R(x)), Graves' adaptive computation time: halt probabilities are added up until
+  they reach 1 but for a hundredth, at loop N, which weighs the remainder R;
 - random_depth: l_n, where the number of loops n is drawn from the prior at every step, and only n loops are run;
 - module:function: what a function of the user's makes of the same losses. It is imported here, and tried on made-up
   numbers before anything is written.
 
+A prior pi is one of two that have names, a list of weights, or a function of the user's of (loops, step, steps).
+
 Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,9 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopscope.config import digest
-from loopscope.errors import UserError, reason
+from loopscope.errors import UserError, brief, reason
+from loopscope.readouts.signals import HALTED
 from loopscope.tasks import Draws
-from loopscope.training.settings import Objective, UserFunction
+from loopscope.training.settings import ACT, GATED, Objective, UserFunction, is_distribution
 from loopscope.user_code import load_code
 
 _MIN_LOG_PROBABILITY = -1e4
@@ -42,6 +51,7 @@ class LoopLosses:
     gate_logits: Tensor | None  # [T, B], the gate's halt logits; None without a gate
     step: int  # of training, from 0
     detached_gate_logits: Tensor | None = None  # the same numbers, but their gradient ends at the gate
+    steps: int = 1  # of the whole run
 
 
 @dataclass(frozen=True)
@@ -58,11 +68,44 @@ GateTraining = Literal["none", "joint", "decoupled"]
 """Whether a gate is trained, and whether what it learns reaches the states that it reads."""
 
 
-def depth_prior(objective: Objective, loops: int) -> Tensor:
-    """pi [T] in float64; for `final` all weight lies on the last loop."""
+def depth_prior(objective: Objective, loops: int, step: int = 0, steps: int = 1) -> Tensor:
+    """pi [T] in float64 at a step of so many; for `final` all weight lies on the last loop."""
     if objective.name == "final":
         return F.one_hot(torch.tensor(loops - 1), loops).double()
-    return uniform_prior(loops) if objective.prior == "uniform" else geometric_prior(objective.geometric_lambda, loops)
+    if objective.prior == "uniform":
+        return uniform_prior(loops)
+    if objective.prior == "geometric":
+        return geometric_prior(objective.geometric_lambda, loops)
+    return _custom_prior(objective, loops, step, steps)
+
+
+def _custom_prior(objective: Objective, loops: int, step: int, steps: int) -> Tensor:
+    """The weights of the settings, or what the user's function gives."""
+    weights: Any = objective.prior
+    try:
+        if isinstance(objective.prior, str):
+            weights = _prior_function(objective.prior, objective.prior_sha256 or "")(loops, step, steps)
+        prior = torch.as_tensor(weights, dtype=torch.float64)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"The prior '{objective.prior}' failed: {reason(error)}.") from error
+    is_positive = objective.name not in GATED or bool((prior > 0).all())
+    if not (prior.shape == (loops,) and is_positive and is_distribution(prior.tolist())):
+        least = "above 0, because of the KL to it," if objective.name in GATED else "not negative"
+        shown = brief(str(prior.tolist()), 120)
+        raise UserError(
+            f"The prior '{brief(str(objective.prior), 60)}' gives {shown} at step {step}; it must give {loops} "
+            f"weights, one for each loop, that are {least} and add up to 1."
+        )
+    return prior
+
+
+@lru_cache(maxsize=8)
+def _prior_function(name: str, _source_sha256: str) -> UserFunction:
+    """The function of the user's that has this source text."""
+    function: UserFunction = load_code(name, "prior")
+    return function
 
 
 def uniform_prior(loops: int) -> Tensor:
@@ -75,42 +118,63 @@ def geometric_prior(lam: float, loops: int) -> Tensor:
     return torch.cat((lam * survival[:-1], survival[-1:]))
 
 
-def draw_unrolling(objective: Objective, loops: int, seed: int, step: int) -> Unrolling | None:
-    """How far a step of training unrolls a model of so many loops: drawn from seed and step, the same everywhere.
+def draw_unrolling(objective: Objective, loops: int, seed: int, step: int, steps: int = 1) -> Unrolling | None:
+    """How far a step of so many unrolls a model of so many loops: drawn from seed and step, the same everywhere.
 
     None: all loops, and all of them are answered.
     """
     if objective.name != "random_depth":
         return None
     drawn = Draws(seed, _DEPTH_STREAMS + step).integers(np.array([_DEPTH_RESOLUTION]))[0] / _DEPTH_RESOLUTION
-    reached = np.searchsorted(np.cumsum(depth_prior(objective, loops).numpy()), drawn, side="right")
+    prior = depth_prior(objective, loops, step, steps).numpy()
+    reached = np.searchsorted(np.cumsum(prior), drawn, side="right")
     return Unrolling(min(int(reached) + 1, loops), objective.truncated or None)
 
 
 def expected_loops(objective: Objective, loops: int) -> float:
-    """How many loops a step of training runs on average."""
-    if objective.name != "random_depth":
+    """How many loops a step of training runs on average; at most, where a function of the user's decides."""
+    if objective.name != "random_depth" or objective.has_custom_prior:
         return loops
     return float(depth_prior(objective, loops).numpy() @ np.arange(1, loops + 1))
 
 
-def objective_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
+def objective_loss(
+    objective: Objective,
+    losses: Tensor,
+    gate_logits: Tensor | None,
+    detached_gate_logits: Tensor | None = None,
+    step: int = 0,
+    steps: int = 1,
+) -> Tensor:
     """The mean built-in objective of a batch from its cross-entropies [T, B] and halt logits [T, B].
 
-    The halt logits of a decoupled gate are the detached ones; of a random depth only the last loop counts.
+    The detached halt logits are the same numbers, but their gradient ends at the gate; a gate learns from them as far
+    as its gradient does not reach the trunk. Of a random depth only the last loop counts. `step` of `steps` is for
+    priors that change.
     """
     if objective.name == "random_depth":
         return losses[-1].mean()
-    prior = depth_prior(objective, len(losses))
-    if objective.name == "learned_gate":
+    if objective.name == ACT:
+        assert gate_logits is not None, "an objective with a gate needs a model with one"
+        weights, cost = act_weights(gate_logits.float())
+        return (expected_loss(losses, weights) + objective.beta * cost).mean()
+    prior, channels = depth_prior(objective, len(losses), step, steps), objective.channels
+    if channels is None:
+        return expected_loss(losses, prior[:, None].to(losses)).mean()
+    if channels == (1, 1):
         return _gate_loss(objective, losses, gate_logits, prior)
-    fixed = expected_loss(losses, prior[:, None].to(losses)).mean()
-    if objective.name == "decoupled_gate":
-        return fixed + _gate_loss(objective, losses.detach(), gate_logits, prior)
-    return fixed
+    assert gate_logits is not None, "an objective with a gate needs a model with one"
+    exits = log_exit_distribution(gate_logits.detach().float()).exp()
+    weights = (1 - channels.weight) * prior[:, None].to(losses) + channels.weight * exits
+    loss = expected_loss(losses, weights).mean()
+    for share, logits in ((channels.gradient, gate_logits), (1 - channels.gradient, detached_gate_logits)):
+        if share > 0:
+            loss = loss + share * _gate_loss(objective, losses.detach(), logits, prior)
+    return loss
 
 
 def _gate_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None, prior: Tensor) -> Tensor:
+    """The learned gate's loss. On detached losses it is the gate's own, and its gradient ends where that of q does."""
     assert gate_logits is not None, "an objective with a gate needs a model with one"
     log_q = log_exit_distribution(gate_logits.float())
     penalty = depth_kl(log_q, prior.log()[:, None].to(log_q))
@@ -125,6 +189,23 @@ def log_exit_distribution(gate_logits: Tensor) -> Tensor:
         reached.append(reached[-1] + step)
     exit_here = torch.cat((F.logsigmoid(gate_logits[:-1]), torch.zeros_like(gate_logits[:1])))
     return (torch.stack(reached) + exit_here).clamp(min=_MIN_LOG_PROBABILITY)
+
+
+def exit_weights(objective: Objective, gate_logits: Tensor) -> Tensor:
+    """[T, B] the probability with which a gate that this objective trains exits at each loop."""
+    return act_weights(gate_logits)[0] if objective.name == ACT else log_exit_distribution(gate_logits).exp()
+
+
+def act_weights(gate_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights p [T, B] of ACT, and its ponder cost N + R [B]; only R has a gradient."""
+    left, running = torch.ones_like(gate_logits[0]), torch.ones_like(gate_logits[0], dtype=torch.bool)
+    weights, cost = [], torch.zeros_like(left)
+    for loop, halt in enumerate(torch.sigmoid(gate_logits), start=1):
+        halts = (1 - left + halt >= HALTED) | (loop == len(gate_logits))
+        weights.append(torch.where(running, torch.where(halts, left, halt), 0.0))
+        cost = cost + torch.where(running, 1 + torch.where(halts, left, 0.0), 0.0)
+        left, running = left - weights[-1], running & ~halts
+    return torch.stack(weights), cost
 
 
 def expected_loss(losses: Tensor, weights: Tensor) -> Tensor:
@@ -142,16 +223,14 @@ def load_objective(objective: Objective, seed: int, function: UserFunction | Non
     if objective.is_custom:
         current = load_code(objective.name, "objective", function)
         return lambda loops: _custom_loss(objective, current, seed, loops)
-    decoupled = objective.name == "decoupled_gate"
     return lambda loops: objective_loss(
-        objective, loops.cross_entropy, loops.detached_gate_logits if decoupled else loops.gate_logits
+        objective, loops.cross_entropy, loops.gate_logits, loops.detached_gate_logits, loops.step, loops.steps
     )
 
 
 def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops: LoopLosses) -> Tensor:
     """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(digest([seed, loops.step])[:8], 16))
+    with random_numbers(seed, loops.step):
         try:
             loss = function(loops, **(objective.options or {}))
         except (Exception, SystemExit) as error:
@@ -167,6 +246,14 @@ def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops:
     return loss.mean()
 
 
+@contextmanager
+def random_numbers(*key: int | str) -> Iterator[None]:
+    """PyTorch draws from `key` alone in here, and draws on as before after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(digest(list(key))[:8], 16))
+        yield
+
+
 def try_objective(
     objective: LossFunction, loops: int, has_gate: bool, steps: int, device: torch.device
 ) -> GateTraining:
@@ -177,7 +264,7 @@ def try_objective(
         made_up = torch.linspace(2.0, 0.5, loops * rows, device=device).view(loops, rows)
         losses = made_up.clone().requires_grad_()
         halts, detached = ((1 - made_up).requires_grad_() if has_gate else None for _ in range(2))
-        loss = objective(LoopLosses(losses, halts, step, detached))
+        loss = objective(LoopLosses(losses, halts, step, detached, steps))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [each.grad for each in (losses, halts, detached) if each is not None and each.grad is not None]
         if not all(torch.isfinite(value).all() for value in (loss, *gradients)):

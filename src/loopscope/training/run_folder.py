@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from loopscope.config import build, differences, plain, read_json, write_json
+from loopscope.config import differences, plain, read_json, write_json
 from loopscope.errors import UserError
 from loopscope.files import (
     is_file,
@@ -28,11 +28,14 @@ from loopscope.files import (
     write_bytes,
 )
 from loopscope.models.checkpoint_folder import CONFIG, is_of_task, read_checkpoint_config
-from loopscope.training.settings import RunSettings, with_source
+from loopscope.tasks import Task, examples_sha256
+from loopscope.training.settings import CustomTaskSettings, RunSettings, build_run_settings, with_sources
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
 DATA_FILE = "data.json"
+CUSTOM_EXAMPLES = "custom_examples_sha256"
+"""What `data.json` says of the examples of a task of the user's own."""
 
 _NAMES = {
     "text_sha256.train": "--text",
@@ -40,6 +43,9 @@ _NAMES = {
     "start_sha256": "--start",
     "teacher_sha256": "--teacher",
     "objective.source_sha256": "the source text of the objective",
+    "objective.prior_sha256": "the source text of the prior",
+    "model.source_sha256": "the source text of the model",
+    "task.source_sha256": "the source text of the task",
 }
 """What users call the settings of a run that are hashes."""
 
@@ -61,21 +67,47 @@ def read_run_settings(run: Path) -> RunSettings:
     if not is_of_task(run):
         raise UserError(f"{run} has no task of its own: it is a model of text; give a run that was trained on a task.")
     config = read_checkpoint_config(run)
-    settings = build(RunSettings, config.run, str(run / CONFIG))
-    sizes = settings.model, settings.task.vocab_size, settings.block_size
-    if (config.model, config.vocab_size, config.block_size) != sizes:
+    settings = build_run_settings(config.run, str(run / CONFIG))
+    sizes = config.vocab_size, config.block_size
+    if not isinstance(settings, CustomTaskSettings):  # whose sizes only the user's code knows
+        sizes = settings.generator.vocab_size, settings.block_size
+    if (config.model, config.vocab_size, config.block_size) != (settings.model, *sizes):
         raise UserError(
             f"{run / CONFIG} contradicts itself (model, vocab_size or block_size); put training's file back."
         )
     return settings
 
 
+def task_of_run(run: Path, settings: RunSettings, custom_tasks: Sequence[str] = ()) -> Task:
+    """What draws the examples of the run in a folder; a task of the user's own only if the user names it as well."""
+    if isinstance(settings, CustomTaskSettings):
+        name = settings.task.name
+        if name not in custom_tasks:
+            raise UserError(
+                f"{run} was trained on a task in code, '{name}', which is not run because a file names it; add "
+                f"--with-task {name} (in Python: custom_tasks=['{name}'])."
+            )
+        check_examples(run, settings)
+    return settings.generator
+
+
+def check_examples(run: Path, settings: RunSettings) -> None:
+    """Rejects a task of the user's own whose examples are not those that the run in a folder began with."""
+    if not isinstance(settings, CustomTaskSettings):
+        return
+    before = read_json(dict[str, Any], run / DATA_FILE, "file of a run's data").get(CUSTOM_EXAMPLES)
+    if before != examples_sha256(settings.generator):
+        raise UserError(
+            f"The task '{settings.task.name}' draws or answers otherwise than when the run in {run} began, with the "
+            "same source text; what its module imports must be as it was, and no draw may depend on time or hash()."
+        )
+
+
 def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
     """Rejects a folder that holds something, and no run; with settings, also one with a run that has others."""
     if is_file(folder / CONFIG):
         if settings is not None:
-            objective = with_source(settings.objective)
-            check_same_run(folder, {"run": plain(msgspec.structs.replace(settings, objective=objective))})
+            check_same_run(folder, {"run": plain(with_sources(settings))})
     elif is_folder(folder) and not all(map(is_scratch, folder.iterdir())):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
 

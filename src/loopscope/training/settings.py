@@ -1,15 +1,18 @@
 """What does a training run depend on? Its settings, from a preset or a TOML file; they are read without PyTorch.
 
-`objective = "module:function"` names a custom objective. Its module is found where Python finds modules, the current
-folder included, and its source text enters the run's settings as a hash (`with_source`, which does not run the module):
-with another text it is another run. Only training imports the module (`training/objectives.py`), so that nobody runs
-code because a checkpoint's file names it.
+`objective = "module:function"` names a custom objective, `objective.prior` may name a custom prior, `model =
+"module:Class"` a custom model and `task = "module:Class"` a custom task. A module is found where Python finds modules,
+the current folder included, and its source text enters the run's settings as a hash (`with_sources`, which does not run
+the module): with another text it is another run. Training imports the module, because the user's settings name it.
+Later a task or a model is imported only if the user names it again (`task_of_run` in `training/run_folder.py`,
+`register_model`), so that nobody runs code because a checkpoint's file names it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from math import fsum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,6 +23,7 @@ from loopscope.config import (
     Layers,
     Loops,
     NonNegative,
+    Option,
     Positions,
     Positive,
     RotaryBase,
@@ -31,45 +35,79 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import brief, did_you_mean
+from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import TransformerSettings, require_values
+from loopscope.models.checkpoint_folder import ModelSettings, require_values
 from loopscope.models.tokenizer import END
-from loopscope.tasks import Mano, Parity
+from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256
 
-GATED = ("learned_gate", "decoupled_gate")
+GATE_CHANNELS, ACT = "gate_channels", "act"
+GATED = ("learned_gate", "decoupled_gate", GATE_CHANNELS, ACT)
 """The objectives that train a gate."""
 BUILT_IN = ("final", "fixed_prior", *GATED, "random_depth")
+WITH_PRIOR = tuple(name for name in BUILT_IN if name != ACT)
+PRIORS = ("uniform", "geometric")
+"""The priors that have names."""
 _CUSTOM = "module:function"
 _SETTINGS_OF = {
-    **dict.fromkeys(("prior", "geometric_lambda", "beta"), BUILT_IN),
+    **dict.fromkeys(("prior", "geometric_lambda", "prior_sha256"), WITH_PRIOR),
+    "beta": BUILT_IN,
     "truncated": ("random_depth",),
+    **dict.fromkeys(("gate_weight", "gate_gradient"), (GATE_CHANNELS,)),
     **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
 }
 """The objectives that have a setting, by the setting's name."""
+_NAMED_TABLES = ("objective", "model", "task")
+"""Tables that a name alone can stand for."""
 
-DepthPrior = Literal["uniform", "geometric"]
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+DepthPrior = str | tuple[Share, ...]
+"""One of `PRIORS`, the weights of all loops, or module:function."""
 UserFunction = Callable[..., Any]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
+_LAMBDA = 0.3
+_MAX_ROUNDING = 1e-5
+"""By which the sum of a prior's weights may miss 1."""
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 2 of a new vocabulary: the end of a document, and the marks around a turn of a chat."""
 NewVocabulary = Annotated[int, msgspec.Meta(ge=256 + len(SPECIAL_TOKENS), le=2**24)]
 
 
+def is_distribution(weights: Sequence[float]) -> bool:
+    """Whether these weights, none of them negative, add up to 1, but for rounding."""
+    return min(weights, default=-1.0) >= 0 and abs(fsum(weights) - 1) < _MAX_ROUNDING
+
+
+class Channels(NamedTuple):
+    """How far a gate that is trained shapes the trunk, through each of its two channels."""
+
+    weight: Share  # of the trunk's loss weights that are the gate's; the rest is the prior's
+    gradient: Share  # of the gate's own gradient that reaches the trunk
+
+
+CORNERS = {Channels(1.0, 1.0): "learned_gate", Channels(0.0, 0.0): "decoupled_gate"}
+"""Both channels open and both closed: objectives with names of their own."""
+
+
 class Objective(Settings, frozen=True, kw_only=True):
-    """What training minimises; `training/objectives.py` computes it."""
+    """What training minimises; `training/objectives.py` computes it.
+
+    `gate_channels` at a corner is the objective that has this corner's name: the same run at the same address.
+    """
 
     name: str = "fixed_prior"  # built in, or module:function
     prior: DepthPrior = "geometric"
-    geometric_lambda: Probability = 0.3
-    beta: NonNegative = 0.1
+    geometric_lambda: Probability = _LAMBDA
+    beta: NonNegative = 0.1  # of the KL between a gate's exits and the prior; of ACT what a loop costs
+    gate_weight: Share | UnsetType = UNSET  # `Channels.weight` of gate_channels (default: 1)
+    gate_gradient: Share | UnsetType = UNSET  # `Channels.gradient` of gate_channels (default: 1)
     truncated: Count | UnsetType = UNSET  # loops that get a gradient under random_depth (default: all)
     options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the function
     source_sha256: str | UnsetType = UNSET  # of the function's module, as it was when the run began
+    prior_sha256: str | UnsetType = UNSET  # the same of a prior's
 
     def __post_init__(self) -> None:
         kind = _CUSTOM if self.is_custom else self.name
@@ -85,6 +123,40 @@ class Objective(Settings, frozen=True, kw_only=True):
             if getattr(self, setting) not in (default, UNSET):
                 raise ValueError(f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'")
             msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
+        if kind in WITH_PRIOR:
+            require_values(*self._prior_rules())
+        if self.name == GATE_CHANNELS and self.channels is not None:
+            shares: Iterable[float | UnsetType] = self.channels
+            if self.channels in CORNERS:
+                msgspec.structs.force_setattr(self, "name", CORNERS[self.channels])
+                shares = (UNSET, UNSET)
+            for setting, share in zip(("gate_weight", "gate_gradient"), shares, strict=True):
+                msgspec.structs.force_setattr(self, setting, share)
+
+    def _prior_rules(self) -> Iterator[tuple[object, str]]:
+        if isinstance(self.prior, str):
+            choice = f"choose {' or '.join(PRIORS)}, list the weights of all loops, or name a function as '{_CUSTOM}'"
+            near = did_you_mean(self.prior, PRIORS)
+            yield self.prior in PRIORS or self.has_custom_prior, f"there is no prior '{self.prior}'{near}; {choice}"
+        else:
+            yield is_distribution(self.prior), f"the weights of prior add up to {sum(self.prior):g}; make it 1"
+            kept = self.name not in GATED or all(self.prior)
+            yield kept, f"'{self.name}' has a KL to its prior, so no weight of prior may be 0"
+        named = self.prior in PRIORS or self.geometric_lambda == _LAMBDA
+        yield named, "geometric_lambda needs the prior 'geometric'"
+        yield self.has_custom_prior or self.prior_sha256 is UNSET, "prior_sha256 needs a prior of your own"
+
+    @property
+    def has_custom_prior(self) -> bool:
+        """Whether its prior is a function of the user's."""
+        return isinstance(self.prior, str) and is_user_name(self.prior)
+
+    @property
+    def channels(self) -> Channels | None:
+        """Of an objective that trains a gate; None of others."""
+        if self.name == GATE_CHANNELS:
+            return Channels(*(1.0 if share is UNSET else share for share in (self.gate_weight, self.gate_gradient)))
+        return next((corner for corner, name in CORNERS.items() if name == self.name), None)
 
     @property
     def is_custom(self) -> bool:
@@ -119,19 +191,35 @@ class Training(Settings, frozen=True, kw_only=True):
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
-    """Of a looped Transformer that is trained on a task."""
+    """Of a model that is trained on a task."""
 
-    task: Mano | Parity
-    model: TransformerSettings = TransformerSettings()
+    task: BuiltInTask
+    model: ModelSettings = ModelSettings()
     objective: Objective = Objective()
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
+        objective, gate = self.objective.name, self.model.gate
         is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
-        rule = f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        gated = f"{', '.join(GATED[:-1])} and {GATED[-1]}"
+        rule = f"{gated} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"))
+        self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        positions = self.generator.positions
         short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
-        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
+        require_values((self.block_size >= positions, short))
+
+    @property
+    def generator(self) -> Task:
+        """What draws and answers the task's examples."""
+        return self.task
+
+    @property
+    def task_name(self) -> str:
+        """As settings name it; of the user's own, module:Class."""
+        return str(plain(self.task)["name"])
 
     @property
     def num_loops(self) -> int:
@@ -139,7 +227,27 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def block_size(self) -> int:
-        return self.model.block_size or self.task.positions
+        return self.model.block_size or self.generator.positions
+
+
+class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
+    """Of a looped Transformer that is trained on a task of the user's own."""
+
+    task: CustomTask  # type: ignore[assignment]  # in place of the built-in ones
+
+    def _check_block_size(self) -> None:
+        """Nothing is imported while settings are read."""
+
+    @property
+    def generator(self) -> Task:
+        """Imports the user's code: for settings that the user gave, or a run that `task_of_run` let through."""
+        task = load_task(self.task)
+        if (self.model.block_size or task.positions) < task.positions:
+            raise UserError(
+                f"model.block_size is {self.model.block_size}, and the longest examples of '{self.task.name}' have "
+                f"{task.positions} tokens."
+            )
+        return task
 
 
 class OuroShape(Settings, frozen=True, kw_only=True):
@@ -221,7 +329,15 @@ def read_settings(
     tables = overridden(tables, [*of_study, *overrides])
     if objective is not None:
         tables["objective"] = plain(objective)
-    return build(RunSettings, tables, _named_source(where, overrides))
+    return build_run_settings(tables, _named_source(where, overrides))
+
+
+def build_run_settings(tables: Mapping[str, Any], source: str) -> RunSettings:
+    """The settings from their tables, whose task may be one of the user's own."""
+    task = tables.get("task")
+    name = task.get("name") if isinstance(task, Mapping) else None
+    kind = CustomTaskSettings if isinstance(name, str) and is_user_name(name) else RunSettings
+    return build(kind, tables, source)
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
@@ -240,12 +356,13 @@ def _named_source(source: str, overrides: Sequence[str]) -> str:
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
+    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name, `model` too."""
     values = dict(tables)
     for assignments in ([], *([override] for override in overrides)):
         values = with_overrides(values, assignments)
-        if isinstance(values.get("objective"), str):
-            values["objective"] = {"name": values["objective"]}
+        for table in _NAMED_TABLES:
+            if isinstance(values.get(table), str):
+                values[table] = {"name": values[table]}
     return values
 
 
@@ -257,9 +374,36 @@ def custom_objective(function: UserFunction | str, options: Mapping[str, Option]
 
 
 def with_source(objective: Objective, function: UserFunction | None = None) -> Objective:
-    """The objective with the hash of its source text, which must be the one that it has already, if it has one."""
-    if not objective.is_custom:
-        return objective
-    recorded = None if objective.source_sha256 is UNSET else objective.source_sha256
-    found = source_sha256(objective.name, "objective", recorded, function)
-    return msgspec.structs.replace(objective, source_sha256=found)
+    """The objective with the hash of its source text, which must be the one that it has already, if it has one.
+
+    And with that of its prior's.
+    """
+    if objective.has_custom_prior:
+        assert isinstance(objective.prior, str)
+        found = source_sha256(objective.prior, "prior", objective.prior_sha256 or None)
+        objective = msgspec.structs.replace(objective, prior_sha256=found)
+    if objective.is_custom:
+        found = source_sha256(objective.name, "objective", objective.source_sha256 or None, function)
+        objective = msgspec.structs.replace(objective, source_sha256=found)
+    return objective
+
+
+def with_model_source(model: ModelSettings, given: type | None = None) -> ModelSettings:
+    """The same of a model of the user's; `given` is its class, where Python has it already."""
+    if not model.is_custom:
+        return model
+    recorded = None if model.source_sha256 is UNSET else model.source_sha256
+    return msgspec.structs.replace(model, source_sha256=source_sha256(str(model.name), "model", recorded, given))
+
+
+def with_sources(settings: Any, function: UserFunction | None = None) -> Any:
+    """The settings of a run with the hashes of all source texts of the user's, which must be those that they have.
+
+    A model's that is there already is checked when the model is imported.
+    """
+    settings = msgspec.structs.replace(settings, objective=with_source(settings.objective, function))
+    if isinstance(settings, CustomTaskSettings):
+        settings = msgspec.structs.replace(settings, task=with_task_source(settings.task))
+    if isinstance(settings, RunSettings) and settings.model.source_sha256 is UNSET:
+        settings = msgspec.structs.replace(settings, model=with_model_source(settings.model))
+    return settings

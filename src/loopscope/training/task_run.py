@@ -1,12 +1,12 @@
-"""How is a looped Transformer trained on a task? By the answers that it gives at every loop.
+"""How is a model trained on a task? By the answers that it gives at every loop.
 
 Shapes: B rows, T loops.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 import numpy as np
@@ -14,15 +14,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loopscope.config import plain
-from loopscope.models.checkpoint_folder import CheckpointConfig
+from loopscope.config import Option, plain
+from loopscope.errors import UserError, reason, reject
+from loopscope.models.checkpoint_folder import CheckpointConfig, ModelSettings
+from loopscope.models.custom_model import MODELS, custom_model, register_model
 from loopscope.models.device import accumulator, check_device, upload
+from loopscope.models.looped_model import LoopedModel
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
-from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
+from loopscope.tasks import Examples, drawn, examples_sha256, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
+from loopscope.training.run_folder import CUSTOM_EXAMPLES, check_examples
+from loopscope.training.settings import (
+    Channels,
+    CustomTaskSettings,
+    RunSettings,
+    UserFunction,
+    custom_objective,
+    read_settings,
+    with_model_source,
+)
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
 
@@ -58,7 +70,7 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        settings, task = self.settings, self.settings.task
+        settings, task = self.settings, self.settings.generator
         config = CheckpointConfig(
             vocab_size=task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
         )
@@ -68,59 +80,131 @@ class TaskRun(TrainingRun):
     def has_gate(self) -> bool:
         return self.settings.model.gate != "none"
 
+    @property
+    def is_custom(self) -> bool:
+        return self.settings.model.is_custom
+
+    def with_model(self) -> Self:
+        """Itself, or the run with the hash of its model's text, after the model was imported and tried."""
+        if not self.is_custom:
+            return self
+        name = register_model(str(self.settings.model.name))  # the user's settings name it
+        model = with_model_source(self.settings.model, MODELS[name])
+        settings = msgspec.structs.replace(self.settings, model=model)
+        try_custom_model(settings)
+        return replace(self, settings=settings)
+
     def prepare(self) -> dict[str, Any]:
         """Split sizes, and how much of validation and test occurs in the training data."""
-        task = self.settings.task
+        task = self.settings.generator
         sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+        custom = {CUSTOM_EXAMPLES: examples_sha256(task)} if isinstance(self.settings, CustomTaskSettings) else {}
         if task.train_examples == 0:
-            return {"examples": sizes | {"train": "online"}}
+            return {"examples": sizes | {"train": "online"}, **custom}
         known = training_fingerprints(task)
         shares = {name: overlap(drawn(task, name), known) for name in ("validation", "test")}
-        return {"examples": sizes, "share_seen_in_training": shares}
+        return {"examples": sizes, "share_seen_in_training": shares, **custom}
 
-    def initial_model(self) -> LoopedTransformer:
+    def initial_model(self) -> LoopedModel:
         return initial_model(self.settings)
 
-    def losses(self, model: LoopedTransformer) -> nn.Module:
+    def losses(self, model: LoopedModel) -> nn.Module:
         return AnswerLosses(model)
 
     def batches(self) -> Callable[[int], Examples]:
+        check_examples(self.folder, self.settings)
         return training_batches(self.settings)
 
     @torch.no_grad()
-    def validate(self, model: LoopedTransformer, device: torch.device) -> dict[str, Any]:
-        """Mean cross-entropy and accuracy of every loop."""
-        task, losses = self.settings.task, AnswerLosses(model)
+    def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
+        """Mean cross-entropy and accuracy of every loop, in evaluation mode."""
+        task, losses = self.settings.generator, AnswerLosses(model)
         size = min(self.settings.training.validation_sample, task.validation_examples)
         examples = drawn(task, "validation").take(np.arange(size))
-        sums = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device)
+        sums, is_training = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device), model.training
+        model.eval()
         for rows in examples.same_length_batches(1024):
             loss, correct, *_ = losses(examples.take(rows), device)
             sums = sums + torch.stack([each.to(sums.dtype).sum(1) for each in (loss, correct)])
+        model.train(is_training)
         loss, accuracy = (sums / len(examples)).tolist()
         return {"validation_loss": loss, "validation_accuracy": accuracy}
 
 
-def initial_model(settings: RunSettings) -> LoopedTransformer:
+def initial_model(settings: RunSettings) -> LoopedModel:
     """The model before its first step; the run's seed decides its weights.
 
-    All of it but a decoupled gate is what the fixed prior's run of the same seed starts from, and so stays the same.
+    All of it but the gate is what the fixed prior's run of the same seed starts from. Only a `learned_gate` starts from
+    other weights.
     """
-    sizes = settings.task.vocab_size, settings.block_size
+
+    def make(model: ModelSettings) -> LoopedModel:
+        kind = custom_model if model.is_custom else LoopedTransformer
+        return kind(model, settings.generator.vocab_size, settings.block_size)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
-        if settings.objective.name != "decoupled_gate":
-            return LoopedTransformer(settings.model, *sizes)
-        trunk = LoopedTransformer(msgspec.structs.replace(settings.model, gate="none"), *sizes)
-        model = LoopedTransformer(settings.model, *sizes)
-        model.load_state_dict(trunk.state_dict(), strict=False)
+        if settings.objective.channels in (None, Channels(1, 1)):
+            return make(settings.model)
+        trunk = make(msgspec.structs.replace(settings.model, gate="none"))
+        model = make(settings.model)
+        differing = model.load_state_dict(trunk.state_dict(), strict=False)
+        own = [name for name in differing.missing_keys if not name.startswith("gate.")]
+        reject(
+            f"With a gate, '{settings.model.name}' has '{name}' in another way than without one, so that such a gate "
+            "would change the trunk; keep all that is the gate's in self.gate."
+            for name in (*own, *differing.unexpected_keys)
+        )
         return model
+
+
+def try_custom_model(settings: RunSettings) -> None:
+    """Reject a model of the user's that cannot be trained on the task; it is tried on a few of its examples."""
+    name, task, gated = settings.model.name, settings.generator, settings.model.gate != "none"
+    model, examples = initial_model(settings), drawn(task, "validation")
+    rows = [int(examples.lengths.argmin()), int(examples.lengths.argmax()), int(examples.labels.argmax())]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            losses = AnswerLosses(model)(examples.take(rows), torch.device("cpu"))
+            losses.cross_entropy.sum().backward()
+    except (Exception, SystemExit) as error:
+        raise UserError(f"The model '{name}' fails on examples of the task: {reason(error)}.") from error
+    reject(_misfits(model, gated, losses))
+
+
+def _misfits(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[str]:
+    """What of a model of the user's training could not handle."""
+    name, halts = type(model).__name__, losses.gate_logits
+    for tensor, value in model.state_dict().items():
+        if not value.is_floating_point():
+            yield (
+                f"'{tensor}' of {name} holds {value.dtype}, and a checkpoint holds floating-point numbers; register it "
+                "with persistent=False."
+            )
+    if halts is None and gated:
+        yield f"This objective trains a gate, and halt of {name} returns None; give the model one (docs/your-model.md)."
+    if halts is not None and not gated:
+        yield f"{name} has a gate without being asked for one; return None from halt unless gate= is given."
+    if halts is None or losses.detached_gate_logits is None:
+        return
+    wrong = f"halt of {name} must make halt logits [...] of states [..., width], but made {list(halts.shape)}."
+    if halts.shape != losses.cross_entropy.shape:
+        yield wrong
+    if not losses.detached_gate_logits.requires_grad:
+        yield f"halt of {name} has nothing to learn; give it layers, in self.gate."
+    module = getattr(model, "gate", None)
+    known = {id(value) for value in module.parameters()} if isinstance(module, nn.Module) else set()
+    parameters = {label: value for label, value in model.named_parameters() if value.requires_grad}
+    gradients = torch.autograd.grad(losses.detached_gate_logits.sum(), list(parameters.values()), allow_unused=True)
+    for (label, value), gradient in zip(parameters.items(), gradients, strict=True):
+        if gradient is not None and id(value) not in known:
+            yield f"halt of {name} computes with '{label}'; keep all that is the gate's in self.gate, and nothing else."
 
 
 class AnswerLosses(nn.Module):
     """Of the answers at the marker, at every loop or at the last that is run."""
 
-    def __init__(self, model: LoopedTransformer) -> None:
+    def __init__(self, model: LoopedModel) -> None:
         super().__init__()
         self.model = model
 
@@ -142,7 +226,7 @@ class AnswerLosses(nn.Module):
 
 def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
     """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
-    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
+    task, size, seed = settings.generator, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()
     examples, rows = drawn(task, "train"), epoch_rows(task.train_examples, settings.training)

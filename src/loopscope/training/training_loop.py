@@ -22,9 +22,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,6 +37,7 @@ from loopscope.errors import UserError
 from loopscope.files import atomic_file
 from loopscope.models.checkpoint import first_not_finite, write_tensors
 from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, check_hashes, write_hashes
+from loopscope.models.custom_model import looped_parameters
 from loopscope.models.looped_model import LoopedModel, tensors_sha256
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -45,8 +45,10 @@ from loopscope.training.objectives import (
     GateTraining,
     LoopLosses,
     LossFunction,
+    depth_prior,
     draw_unrolling,
     load_objective,
+    random_numbers,
     try_objective,
 )
 from loopscope.training.parallel import SINGLE_WORKER, Workers
@@ -61,7 +63,7 @@ from loopscope.training.run_folder import (
     read_metrics,
     trained_with,
 )
-from loopscope.training.settings import Training, UserFunction, with_source
+from loopscope.training.settings import WITH_PRIOR, Training, UserFunction, with_sources
 
 _EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
@@ -81,8 +83,9 @@ class BatchLosses(NamedTuple):
 class TrainingRun(ABC):
     """What is trained, and on what: a frozen dataclass.
 
-    Its settings have an `objective`, `training` and `num_loops`. Its model is a `LoopedModel` with a `block`, which
-    every loop applies, and a `gate` (or None), which `halt` applies. Its batches have a length, and `take` takes rows.
+    Its settings have an `objective`, `training` and `num_loops`. Its model is a `LoopedModel` with a `gate` (or None),
+    which `halt` applies, and (unless it is the user's) a `block`, which every loop applies. Its batches have a length,
+    and `take` takes rows.
     """
 
     settings: Any
@@ -99,6 +102,15 @@ class TrainingRun(ABC):
     @property
     @abstractmethod
     def has_gate(self) -> bool: ...
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether its model is a class of the user's, which may draw random numbers and leave parameters unused."""
+        return False
+
+    def with_model(self) -> Self:
+        """Itself, or the run of a custom model that was imported and tried, with the hash of its source."""
+        return self
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
@@ -161,14 +173,19 @@ def train_run(
 
 
 def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, GateTraining]:
-    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate."""
-    settings = run.settings
-    pinned = with_source(settings.objective, run.function)
+    """The run with the hashes of its sources in its settings, its objective, and how that trains a gate."""
+    run = run.with_model()
+    settings = with_sources(run.settings, run.function)
+    pinned = settings.objective
     objective = load_objective(pinned, settings.training.seed, run.function)
-    gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
+    steps = settings.training.steps
+    gate_training = try_objective(objective, settings.num_loops, run.has_gate, steps, device)
+    for step in (0, steps - 1) if pinned.name in WITH_PRIOR else ():  # of a drawn depth the losses know no prior
+        depth_prior(pinned, settings.num_loops, step, steps)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
-        raise UserError(f"The objective '{pinned.name}' does not use loops.gate_logits; set model.gate = 'none'.")
-    return replace(run, settings=msgspec.structs.replace(settings, objective=pinned)), objective, gate_training
+        name = settings.objective.name
+        raise UserError(f"The objective '{name}' does not use loops.gate_logits; set model.gate = 'none'.")
+    return replace(run, settings=settings), objective, gate_training
 
 
 def _train(
@@ -188,7 +205,7 @@ def _train(
     with workers.together():
         model = run.initial_model().to(device)
         model.gradient_checkpointing = bool(every.checkpointing)
-        if gate_training == "none" and model.gate is not None:
+        if gate_training == "none" and run.has_gate:
             model.gate.requires_grad_(False)  # or DDP waits for its gradients
         optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
         written = {name: sha256(folder / name) for name in run.files}
@@ -196,7 +213,7 @@ def _train(
         if workers.is_main:
             cut_metrics(folder, start)
         batch_of = run.batches()
-    losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated))
+    losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated) or run.is_custom)
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
         _backward(losses, objective, batch_of(start).take(mine), start, settings)
@@ -204,7 +221,8 @@ def _train(
     note = ""
     for step in range(start, every.steps):
         done, last = step + 1, step + 1 == every.steps
-        outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings)
+        with random_numbers("model", every.seed, step) if run.is_custom else nullcontext():
+            outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings)
         often = (every.log_every, every.validate_every, every.checkpoint_every)
         logging, validating, saving = (done % steps == 0 or last for steps in often)
         if logging or saving:
@@ -242,14 +260,14 @@ def train_step(
 def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int, settings: Any) -> dict[str, Any]:
     """Adds the gradients of this batch; returns its loss, and loss and accuracy [T] of every loop."""
     training, device = settings.training, next(losses.parameters()).device
-    unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step)
+    unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step, training.steps)
     bf16 = device.type == "cuda" and training.bf16
     parts = []
     for rows in np.array_split(np.arange(len(batch)), min(training.accumulate or 1, len(batch))):
         with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
             part = batch if len(rows) == len(batch) else batch.take(rows)
             cross_entropy, correct, gate_logits, detached = losses(part, device, unrolling)
-            loss = objective(LoopLosses(cross_entropy, gate_logits, step, detached))
+            loss = objective(LoopLosses(cross_entropy, gate_logits, step, detached, training.steps))
         share = len(rows) / len(batch)
         (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
         parts.append((loss.detach() * share, cross_entropy.detach(), correct))
@@ -301,7 +319,7 @@ class Optimizers:
         parameters = list(model.parameters())
         gate = set(model.gate.parameters()) if gate_apart and model.gate is not None else set()
         self._clipped = [[p for p in parameters if p not in gate], [p for p in parameters if p in gate]]
-        matrices = [p for p in model.block.parameters() if p.ndim == 2] if settings.muon_learning_rate else []
+        matrices = [p for p in looped_parameters(model) if p.ndim == 2] if settings.muon_learning_rate else []
         rest = [p for p in parameters if p not in set(matrices)]
         adamw = AdamW(
             [

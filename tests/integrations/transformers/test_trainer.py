@@ -32,10 +32,11 @@ from transformers import (
 )
 
 import loopscope as ls
+from loopscope.config import build
 from loopscope.integrations.transformers import LoopTrainer, lora_config
 from loopscope.training.language_run import LanguageRun, TokenLosses, TokenWindows
 from loopscope.training.objectives import LoopLosses, draw_unrolling, load_objective
-from loopscope.training.settings import Objective
+from loopscope.training.settings import GATED, Objective
 
 
 def text(seed: int, rows: int = 64, length: int = 17) -> list[dict[str, Any]]:
@@ -151,13 +152,16 @@ def weighted(loops: LoopLosses, power: float = 2.0) -> Tensor:
     [
         *((name, False) for name in ("final", "fixed_prior", "learned_gate", "decoupled_gate", "random_depth", "own")),
         *((name, True) for name in ("decoupled_gate", "random_depth")),
+        *((name, False) for name in ("gate_channels", "act")),
     ],
 )
 def test_what_is_minimised_is_what_our_own_training_minimises(
     name: str, taught: bool, ouro: Path, tmp_path: Path
 ) -> None:
     model, teacher = load(ouro).train(), load(write_ouro(tmp_path / "teacher", total_ut_steps=3, sure=3.0))
-    objective: Any = weighted if name == "own" else Objective(name=name, prior="uniform", beta=0.2)
+    more = {"act": {}, "gate_channels": {"prior": "uniform", "gate_weight": 0.5, "gate_gradient": 0.0}}
+    built_in = {"name": name, "beta": 0.2, **more.get(name, {"prior": "uniform"})}
+    objective: Any = weighted if name == "own" else build(Objective, built_in, "the test")
     options = {"teacher": teacher, "teacher_loops": 2} if taught else {}
     run = trainer(model, tmp_path / "run", objective, **options)
     tokens = torch.tensor([row["input_ids"] for row in text(3, 4)])
@@ -181,7 +185,7 @@ def test_what_is_minimised_is_what_our_own_training_minimises(
     model.zero_grad()
     run.compute_loss(model, {"input_ids": tokens, "labels": tokens}).backward()
     trained = model.looped.gate.weight.grad
-    assert (trained is not None and bool(trained.any())) == (name in ("learned_gate", "decoupled_gate"))
+    assert (trained is not None and bool(trained.any())) == (name in GATED)
 
 
 def test_a_batch_in_parts_is_the_same_batch(ouro: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from loopscope.errors import UserError
 from loopscope.integrations.transformers.modeling import LoopedForCausalLM, LoopedOutput, TeacherLogits
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
 from loopscope.training.language_run import adaptable_layers
-from loopscope.training.objectives import LoopLosses, draw_unrolling, load_objective, log_exit_distribution
-from loopscope.training.settings import GATED, Objective, UserFunction, custom_objective
+from loopscope.training.objectives import LoopLosses, draw_unrolling, exit_weights, load_objective
+from loopscope.training.settings import GATED, Objective, UserFunction, custom_objective, with_source
 
 _NOT_TAKEN = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 """Arguments of `Trainer` that would have no effect here."""
@@ -130,13 +130,15 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         """The objective of a batch; how many loops are drawn for it follows from the run's seed and the step."""
         training, step = model.training, self.state.global_step
         loops = self._sums[training].shape[1]
-        unrolling = draw_unrolling(self.objective, loops, self.args.seed, step) if training else None
+        steps = max(self.state.max_steps, step + 1)  # it evaluates before it trains, too
+        unrolling = draw_unrolling(self.objective, loops, self.args.seed, step, steps) if training else None
         found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
         self._add(found, self._sums[training][:, : loops if unrolling is None else unrolling.loops])
         if not found.cross_entropy.shape[1]:
             loss = self._nothing(found, num_items_in_batch if training else 1)
         elif training or not self.objective.is_custom:
-            loss = self._minimised(LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits))
+            halts = found.halt_logits, step, found.detached_halt_logits
+            loss = self._minimised(LoopLosses(found.cross_entropy, *halts, steps))
         else:
             loss = found.cross_entropy[-1].mean()
         if num_items_in_batch is not None:
@@ -153,9 +155,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return sum((part.sum() for part in parts if part is not None), torch.zeros((), device=self.args.device))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """A decoupled gate is clipped by itself, so that its gradients change no other step; sharded ones are not."""
+        """A gate whose gradient does not reach the trunk is clipped by itself, except where its weights are sharded."""
         whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-        if self.objective.name != "decoupled_gate" or self.accelerator.distributed_type not in whole:
+        channels = self.objective.channels
+        if channels is None or channels.gradient > 0 or self.accelerator.distributed_type not in whole:
             return super()._clip_grad_norm(model)
         own: Any = _base(self.model).looped.gate
         gate = set(own.parameters())
@@ -205,8 +208,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
     def _no_sums(self) -> Tensor:
         return torch.zeros(4, _base(self.model).num_loops, device=self.args.device)
 
-    @staticmethod
-    def _add(found: Any, sums: Tensor) -> None:
+    def _add(self, found: Any, sums: Tensor) -> None:
         """Adds a batch to the sums of the loops that it went through, the last of which it has losses of."""
         losses = found.cross_entropy.detach().float()
         sums = sums[:, -len(losses) :]
@@ -214,7 +216,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         sums[1] += losses.sum(1)
         sums[2] += found.correct.sum(1)
         if found.halt_logits is not None:
-            sums[3] += log_exit_distribution(found.halt_logits.detach().float()).exp().sum(1)
+            sums[3] += exit_weights(self.objective, found.halt_logits.detach().float()).sum(1)
 
 
 def lora_config(model: Any, rank: int = 16, alpha: int = 32, **options: Any) -> Any:
@@ -238,5 +240,5 @@ def _base(model: Any) -> LoopedForCausalLM:
 
 def _objective(given: Objective | str | UserFunction) -> Objective:
     if isinstance(given, Objective):
-        return given
+        return given if given.is_custom else with_source(given)
     return build(Objective, {"name": given}, "objective") if isinstance(given, str) else custom_objective(given)

@@ -29,7 +29,7 @@ function startFrontiers() {
   const first = groups.map((_, group) => models.findIndex((model) => model.group === group));
   for (const index of first.slice(0, FIRST_MODELS)) lines.models.add(index);
   const known = Object.keys(head.styles);
-  const listed = new Set(["gate", "oracle", ...[...lines.models].flatMap((index) => models[index].best)]);
+  const listed = new Set(["gate", "halting", "oracle", ...[...lines.models].flatMap((index) => models[index].best)]);
   for (const name of known) if (listed.has(name)) lines.readouts.add(name);
   const box = (checked, change, ...label) => {
     const input = make("input", { type: "checkbox", checked });

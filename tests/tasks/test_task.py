@@ -1,13 +1,34 @@
 """Tasks: are inputs well-formed, answers right, splits balanced, reproducible and disjoint?"""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from loopscope.errors import UserError
-from loopscope.tasks import Draws, Examples, Mano, Parity, Task, fingerprints, overlap, seen
+from loopscope.tasks import (
+    Draws,
+    Examples,
+    HopInduction,
+    Mano,
+    Parity,
+    Reachability,
+    StateTracking,
+    Task,
+    fingerprints,
+    overlap,
+    seen,
+)
 
+SMALL = {
+    "mano": Mano(modulus=5, operators="+*"),
+    "parity": Parity(max_bits=9),
+    "state-tracking": StateTracking(letters=3, max_factors=5),
+    "hop-induction": HopInduction(alphabet=3, letters=9, max_hops=3),
+    "reachability": Reachability(nodes=7, paths=3, max_edges=3),
+}
+by_task = pytest.mark.parametrize("task", SMALL.values(), ids=SMALL)
 PARITY = Parity(max_bits=9, validation_examples=90, test_examples=50)
 
 
@@ -40,10 +61,11 @@ def test_mano_s_answers_are_the_values_of_the_expressions(modulus: int) -> None:
     assert (operators.sum(axis=1) == examples.difficulty).all()
 
 
-@pytest.mark.parametrize("task", [Mano(), Parity()], ids=["mano", "parity"])
+@by_task
 def test_rows_are_begin_input_marker(task: Task) -> None:
     examples = task.split("validation", 300)
     assert (examples.lengths == task.length(examples.difficulty)).all()
+    assert np.array_equal(task.difficulties(examples.tokens, examples.lengths), examples.difficulty)
     assert (examples.tokens[:, 0] == task.vocab_size - 2).all()
     assert (examples.tokens[np.arange(300), examples.lengths - 1] == task.vocab_size - 1).all()
     assert not examples.tokens[np.arange(examples.tokens.shape[1]) >= examples.lengths[:, None]].any()
@@ -161,14 +183,15 @@ def test_a_train_split_of_a_task_that_draws_online_is_drawn_like_its_batches() -
     assert np.array_equal(drawn.tokens, PARITY.split("train", 90).tokens)
 
 
-@pytest.mark.parametrize("task", [Mano(modulus=5, operators="+*"), Parity(max_bits=9)], ids=["mano", "parity"])
+@by_task
 def test_written_examples_are_read_again(task: Task) -> None:
     examples = task.split("validation", 300)
     again = task.parse(task.text(examples))
     for name in ("tokens", "lengths", "labels", "difficulty"):
         assert np.array_equal(getattr(again, name), getattr(examples, name))
-    with pytest.raises(UserError, match="makes 11 tokens, and the model's block size is 10"):
-        task.parse(["+ + + + 1 1 1 1 1" if isinstance(task, Mano) else "0" * 9], 10)
+    longest = task.length(task.levels[-1])
+    with pytest.raises(UserError, match=f"makes {longest} tokens, and the model's block size is {longest - 1}"):
+        task.parse(task.text(examples), longest - 1)
 
 
 def test_what_is_no_input_is_rejected() -> None:
@@ -178,3 +201,96 @@ def test_what_is_no_input_is_rejected() -> None:
     for text in ("", "012", "1 0"):
         with pytest.raises(UserError, match="bits"):
             PARITY.parse([text])
+    for text in ("", "123 4", "124", "132 "[:2]):
+        with pytest.raises(UserError, match="a list of permutations of 3 letters, such as '132 321'"):
+            SMALL["state-tracking"].parse([text])
+    for text in ("abcabcabc", "abcabcab>", "abcabcabb>", "abcabcab>>", "cababab>c>", "abcabcabc>>>>>>>", "abcabcabcd>"):
+        with pytest.raises(UserError, match="9 of the letters a to c, no two neighbours the same"):
+            SMALL["hop-induction"].parse([text])
+    for text in ("a>b b>c c>d d>e", "a>b b>c c>d a", "a>b b>c c>d d>e b", "a>b b>c c>d d>e e", "a>b a>c c>d d>e a"):
+        with pytest.raises(UserError, match="4 edges of 3 paths"):
+            SMALL["reachability"].parse([text])
+    for text in ("a>b c>d d>c e>f a", "a>b b>c c>a d>e d", "a>b c>b c>d e>f a", "a a>b b>c c>d d>e"):
+        with pytest.raises(UserError, match="4 edges of 3 paths"):
+            SMALL["reachability"].parse([text])
+
+
+def test_a_word_is_the_product_of_its_permutations() -> None:
+    for letters in (2, 3, 5):
+        task = StateTracking(letters=letters, max_factors=6, validation_examples=300)
+        examples = task.split("validation")
+        for text, label in zip(task.text(examples), examples.labels.tolist(), strict=True):
+            images = range(1, letters + 1)
+            for factor in text.split():
+                images = [int(factor[image - 1]) for image in images]
+            assert task.symbols[label] == "".join(map(str, images))
+        assert len(task.symbols) == {2: 2, 3: 6, 5: 120}[letters]
+
+
+def test_a_hop_goes_behind_the_latest_earlier_occurrence() -> None:
+    task = HopInduction(alphabet=4, letters=14, max_hops=4, validation_examples=300)
+    examples = task.split("validation")
+    for text, label in zip(task.text(examples), examples.labels.tolist(), strict=True):
+        letters, place = text.rstrip(">"), 13
+        assert all(letter != following for letter, following in pairwise(letters))
+        for _ in range(text.count(">")):
+            place = letters.rindex(letters[place], 0, place) + 1
+        assert letters[place] == task.symbols[label]
+    assert Counter(examples.difficulty.tolist()) == dict.fromkeys(range(1, 5), 75)
+
+
+def test_reachability_asks_for_the_end_of_a_path() -> None:
+    task = Reachability(nodes=9, paths=3, max_edges=5, validation_examples=300)
+    examples = task.split("validation")
+    for text, label, difficulty in zip(
+        task.text(examples), examples.labels.tolist(), examples.difficulty.tolist(), strict=True
+    ):
+        *edges, node = text.split()
+        following, walked = dict(edge.split(">") for edge in edges), 0
+        assert node not in following.values()
+        while node in following:
+            node, walked = following[node], walked + 1
+        assert (task.symbols[label], walked, len(following)) == (node, difficulty, 6)
+    beginnings = Counter(text.split()[-1] for text in task.text(examples))
+    assert len(beginnings) == 9
+    assert max(beginnings.values()) < 60
+
+
+@pytest.mark.parametrize(
+    ("task", "exact"),
+    [
+        (Reachability(nodes=4, paths=2, max_edges=2), True),
+        (Reachability(nodes=5, paths=3, max_edges=2), True),
+        (HopInduction(alphabet=3, letters=6, max_hops=4), False),
+        (StateTracking(letters=3, max_factors=2), True),
+    ],
+)
+def test_space_says_at_least_how_many_inputs_there_are(task: Task, exact: bool) -> None:
+    for level in task.levels:
+        inputs = len({*task.text(task.draw(Draws(0), np.full(20 * task.space(level) + 500, level)))})
+        assert inputs == task.space(level) if exact else inputs >= task.space(level)
+
+
+def test_tasks_whose_inputs_cannot_be_as_hard() -> None:
+    for words, call in (
+        ("leave 4 edges", lambda: Reachability(nodes=7, paths=3, max_edges=5)),
+        ("room for 7 hops", lambda: HopInduction(letters=9, max_hops=8)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(UserError, match="No input of this task is harder than 4"):
+        SMALL["reachability"].split("extrapolation", 10, range(4, 6))
+    with pytest.raises(UserError, match="Texts of 9 letters with 7 hops are too rare"):
+        HopInduction(alphabet=26, letters=9, max_hops=7, test_examples=7).split("test")
+
+
+class Few(Parity):
+    def space(self, difficulty: int) -> int:
+        return 1000
+
+
+def test_a_difficulty_with_a_handful_of_inputs_is_not_divided_for_ever() -> None:
+    with pytest.raises(
+        UserError, match="Difficulty 1 has too few inputs for splits of its own, and `space` says 1,000"
+    ):
+        Few(max_bits=2, disjoint=True).split("validation", 20)

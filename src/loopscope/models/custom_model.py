@@ -1,0 +1,83 @@
+"""How does a class of the user's become a model? `model = "module:Class"`, made with the sizes and options of a run.
+
+Only a class that was registered is made, and only the user registers: with settings or a study of hers that name it,
+with `--with-model module:Class`, or with `register_model`. A checkpoint's file names a class, and that imports nothing.
+"""
+
+from dataclasses import fields, replace
+
+import torch
+from torch import nn
+
+from loopscope.errors import UserError, reason, reject
+from loopscope.models.checkpoint_folder import ModelSettings, not_registered
+from loopscope.models.looped_model import LoopedModel
+from loopscope.user_code import is_user_name, load_code, source_sha256
+
+MODELS: dict[str, type[LoopedModel]] = {}
+"""The classes of the user's that may be made, by module:Class."""
+_SIZES = {"num_loops": "loops", "block_size": "block_size", "vocab_size": "vocab_size"}
+"""What a model says of itself, and the keyword argument that it was given for it."""
+
+
+def register_model(model: str | type[LoopedModel]) -> str:
+    """Let runs of a class of your own be trained, loaded, recorded and run.
+
+    Parameters: `model` is the class, or "module:Class", which is imported.
+    Returns its name, for the settings of a run: `model = NAME`.
+    Raises `UserError` if it cannot be imported, or is no `LoopedModel`.
+    """
+    name = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
+    if not is_user_name(name):
+        raise UserError(f"'{name}' is no name of a model; define the class in a module, and name it as module:Class.")
+    kind = load_code(name, "model", MODELS.get(name) if isinstance(model, str) else model)
+    if not (isinstance(kind, type) and issubclass(kind, LoopedModel)):
+        raise UserError(f"'{name}' is no looped model; derive it from loopscope.SimpleLoopedModel or LoopedModel.")
+    MODELS[name] = kind
+    return name
+
+
+def custom_model(settings: ModelSettings, vocab_size: int, block_size: int) -> LoopedModel:
+    """The model that these settings describe, of a class that is registered and has the text that they name."""
+    name = str(settings.name)
+    if name not in MODELS:
+        raise not_registered(name)
+    register_model(name)  # its text may have changed since
+    source_sha256(name, "model", settings.source_sha256 or None, MODELS[name])
+    given = {"vocab_size": vocab_size, "block_size": block_size, "loops": settings.loops}
+    chosen = {} if settings.gate == "none" else {"gate": settings.gate}
+    try:
+        model = MODELS[name](**given, **chosen, **(settings.options or {}))
+    except (Exception, SystemExit) as error:
+        raise UserError(f"The model '{name}' cannot be made: {reason(error)}.") from error
+    reject(
+        f"The model '{name}' was made with {argument}={given[argument]}, and its {attribute} is "
+        f"{getattr(model, attribute, 'not set')}; set self.{attribute} = {argument}."
+        for attribute, argument in _SIZES.items()
+        if getattr(model, attribute, None) != given[argument]
+    )
+    if not model.tied:
+        model.tied = tied_tensors(model)
+    return model
+
+
+def tied_tensors(model: nn.Module) -> dict[str, str]:
+    """Parameters that are another one, by their names: those that come later, and the first of each."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: other for name, value in every if (other := first.setdefault(id(value), name)) != name}
+
+
+def looped_parameters(model: LoopedModel) -> list[nn.Parameter]:
+    """The parameters that every loop applies again: those of its block, or all that a step's result depends on."""
+    block = getattr(model, "block", None)
+    if isinstance(block, nn.Module):
+        return list(block.parameters())
+    parameters = [value for value in model.parameters() if value.requires_grad]
+    with torch.enable_grad():
+        state = model.begin(torch.zeros((1, 1), dtype=torch.int64))
+        tensors = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "layout"}
+        before = replace(state, **{name: tensor.detach() for name, tensor in tensors.items()})
+        result = model.step(before).hidden.sum()
+    gradients = torch.autograd.grad(result, parameters, allow_unused=True)
+    return [value for value, gradient in zip(parameters, gradients, strict=True) if gradient is not None]

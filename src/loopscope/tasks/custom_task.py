@@ -1,0 +1,124 @@
+"""How does a task of the user's own join? `module:Class`, a subclass of `Task`, with options of its own.
+
+Settings name it, and its module's text enters them as a hash. `load_task` imports it, and tries it on a few examples of
+every level before anything is trained or recorded. Nobody runs code because the file of a checkpoint names it
+(`task_of_run` in `training/run_folder.py`).
+
+Shapes: N examples, M tokens.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from loopscope.config import Option, build, digest
+from loopscope.errors import UserError, reason, reject
+from loopscope.tasks.examples import Draws, Examples, Integers, fingerprints
+from loopscope.tasks.task import Splits, Task, are_integers
+from loopscope.user_code import load_code, source_sha256
+
+_CONTRACT = ("symbols", "levels", "length", "draw_inputs", "answers")
+_TRIED_LEVELS = 50
+_TRIED_EXAMPLES = 200
+
+
+class CustomTask(Splits, frozen=True, kw_only=True):
+    """The settings of a task of the user's own; `load_task` makes the task of them."""
+
+    name: str  # module:Class
+    options: dict[str, Option] | UnsetType = UNSET  # the class's own settings
+    source_sha256: str | UnsetType = UNSET  # of the class's module, as it was when the run began
+
+
+def with_task_source(custom: CustomTask) -> CustomTask:
+    """The settings with the hash of the module's text, which must be the one that they have already, if any."""
+    recorded = None if custom.source_sha256 is UNSET else custom.source_sha256
+    return msgspec.structs.replace(custom, source_sha256=source_sha256(custom.name, "task", recorded))
+
+
+def load_task(custom: CustomTask) -> Task:
+    """The task, from code that is imported here and must be what the settings recorded."""
+    with_task_source(custom)
+    kind = load_code(custom.name, "task")
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise UserError(f"'{custom.name}' is no task: it must be a subclass of loopscope.Task.")
+    splits = {name: getattr(custom, name) for name in Splits.__struct_fields__}
+    options = {} if custom.options is UNSET else custom.options
+    if clash := [name for name in options if name in splits]:
+        raise UserError(f"{clash[0]} is a setting of every task; set task.{clash[0]} in place of an option.")
+    task = build(kind, {**options, **splits}, f"task.options of '{custom.name}'")
+    try:
+        hash(task)
+    except TypeError:
+        raise UserError(
+            f"Fields of '{custom.name}' must be numbers, words, true or false, or tuples of them."
+        ) from None
+    reject(_problems(custom.name, task))
+    return task
+
+
+def examples_sha256(task: Task) -> str:
+    """A hash of a few examples of every level: the same as long as the task draws and answers as it did."""
+    examples = task.draw(Draws(0), _tried(task.levels))
+    return digest([array.tolist() for array in (fingerprints(examples), examples.labels, examples.difficulty)])
+
+
+@lru_cache
+def _problems(name: str, task: Task) -> list[str]:
+    """What is wrong with the task first, as a sentence."""
+    try:
+        with np.errstate(all="ignore"):
+            return [f"The task '{name}' does not fit its contract: {problem}." for problem in islice(_misfits(task), 1)]
+    except UserError as error:
+        return [str(error)]
+    except (Exception, SystemExit) as error:
+        return [f"The task '{name}' failed: {reason(error)}."]
+
+
+def _misfits(task: Task) -> Iterator[str]:
+    """What contradicts the contract, on examples that are drawn and answered several times.
+
+    Only the first is asked for: later ones may follow from it, or fail because of it.
+    """
+    if missing := [name for name in _CONTRACT if getattr(type(task), name) is getattr(Task, name)]:
+        yield f"it lacks {', '.join(missing)}"
+    symbols, levels = task.symbols, task.levels
+    written = [symbol for symbol in symbols if isinstance(symbol, str) and symbol and not any(map(str.isspace, symbol))]
+    if not symbols or len({*written}) < len(symbols) or (not task.separator and max(map(len, written)) > 1):
+        yield f"symbols must be different {'words' if task.separator else 'characters'} without spaces, got {symbols}"
+    if not isinstance(levels, range) or not levels or levels.step != 1 or levels.start < 0:
+        yield f"levels must be a range of whole numbers from 0 up, such as range(1, 9), got {levels}"
+    difficulty = _tried(levels)
+    lengths = task.length(difficulty)
+    if not are_integers(lengths, difficulty.shape) or lengths.min() < 3:
+        yield "length must return whole numbers from 3 up (begin, an input, the marker), one for each difficulty [N]"
+    if lengths.tolist() != [task.length(level) for level in difficulty.tolist()]:
+        yield "length says something else of a difficulty alone than among others"
+    if task.hardest is None and task.length(levels[-1] + 1) <= lengths.max():
+        yield "inputs do not get longer beyond the last level; `hardest` must say which difficulty is the last"
+    first, again, other = (task.draw(Draws(seed), difficulty) for seed in (0, 0, 1))
+    if not _are_same(first, again):
+        yield "the same draws gave other examples; draw_inputs may take random numbers from `draws` alone, answers none"
+    if np.array_equal(fingerprints(first), fingerprints(other)):
+        yield "every seed gives the same inputs; draw_inputs must take its random numbers from `draws`"
+    for level in np.unique(difficulty):
+        alone = first.take(first.difficulty == level)
+        if not np.array_equal(task.answers(alone.tokens, alone.lengths), alone.labels):
+            yield "an answer depends on other rows, or on what stands beyond a row's end (`lengths` says where it ends)"
+        found = task.difficulties(alone.tokens, alone.lengths)
+        if not are_integers(found, alone.lengths.shape) or (found != level).any():
+            yield f"difficulties says {np.unique(found).tolist()} of inputs that were drawn with difficulty {level}"
+
+
+def _are_same(first: Examples, again: Examples) -> bool:
+    return np.array_equal(fingerprints(first), fingerprints(again)) and np.array_equal(first.labels, again.labels)
+
+
+def _tried(levels: range) -> Integers:
+    """[N] difficulties from the first to the last, easiest first."""
+    some = np.unique(np.linspace(levels[0], levels[-1], _TRIED_LEVELS).astype(np.int64))
+    return np.repeat(some, -(-_TRIED_EXAMPLES // len(some)))

@@ -1,0 +1,192 @@
+"""Pointer jumping: where does one arrive who follows pointers again and again? Difficulty is the number of hops.
+
+- p-hop induction: a text of letters, then as many marks as there are hops. From the last letter, a hop goes to the
+  letter that followed the latest earlier occurrence of the same letter. Which letter is reached?
+- reachability: the edges of a graph of several paths, in random order, then a node. Which end does its path reach?
+
+Each hop needs the one before it, so a model that looks once per loop needs as many loops as there are hops. Known
+constructions need about log2 of the hops: they jump over twice as many with every loop.
+"""
+
+import math
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from loopscope.errors import UserError
+from loopscope.tasks.examples import Draws, Integers
+from loopscope.tasks.task import Task
+
+_MARK = ">"
+_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_MAX_REDRAWS = 1_000
+
+
+class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
+    """No letter follows itself, so every hop goes back; texts are uniform among those in which all hops exist."""
+
+    alphabet: Annotated[int, msgspec.Meta(ge=3, le=26)] = 4
+    letters: Annotated[int, msgspec.Meta(ge=3, le=10_000)] = 32
+    max_hops: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 8
+    separator: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.max_hops > self.letters - 2:
+            raise ValueError(f"a text of {self.letters} letters has room for {self.letters - 2} hops at most")
+
+    @property
+    def symbols(self) -> list[str]:
+        return [*_NAMES[: self.alphabet], _MARK]
+
+    @property
+    def levels(self) -> range:
+        return range(1, self.max_hops + 1)
+
+    @property
+    def hardest(self) -> int:
+        return self.letters - 2
+
+    @property
+    def input_form(self) -> str:
+        return (
+            f"{self.letters} of the letters {_NAMES[0]} to {_NAMES[self.alphabet - 1]}, no two neighbours the same, "
+            f"and a mark {_MARK} for every hop, each of which has an earlier letter to go to"
+        )
+
+    def length(self, difficulty: Any) -> Any:
+        return self.letters + difficulty + 2
+
+    def space(self, difficulty: int) -> int:
+        """Only texts whose last letters alternate are counted, in which each hop goes back by one letter."""
+        return self.alphabet * (self.alphabet - 1) ** max(1, self.letters - difficulty - 1)
+
+    def is_input(self, row: list[int]) -> bool:
+        text, marks = np.array([row[: self.letters]]), row[self.letters :]
+        if text.shape[1] < self.letters or not marks or {*marks} != {self.alphabet} or self.alphabet in text:
+            return False
+        return bool((text[:, 1:] != text[:, :-1]).all() and self._reached(text, np.array([len(marks)]))[0] >= 0)
+
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
+        texts = self._draw_texts(draws, len(difficulty))
+        pending, redraws = np.arange(len(difficulty)), 0
+        while len(pending := pending[self._reached(texts[pending], difficulty[pending]) < 0]):
+            redraws += 1
+            if redraws > _MAX_REDRAWS:
+                hops = difficulty[pending].max()
+                raise UserError(f"Texts of {self.letters} letters with {hops} hops are too rare; take longer ones.")
+            texts[pending] = self._draw_texts(draws, len(pending))
+        marks = np.full((len(difficulty), int(difficulty.max(initial=0))), self.alphabet)
+        return np.concatenate([texts, marks], axis=1)
+
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
+        texts = tokens[:, 1 : self.letters + 1]
+        reached = self._reached(texts, lengths - self.length(0))
+        letters: Integers = texts[np.arange(len(texts)), reached]
+        return letters
+
+    def _draw_texts(self, draws: Draws, rows: int) -> Integers:
+        bounds = np.full((rows, self.letters), self.alphabet - 1)
+        bounds[:, 0] = self.alphabet
+        steps = draws.integers(bounds)
+        steps[:, 1:] += 1  # from a letter to another one
+        return steps.cumsum(axis=1) % self.alphabet
+
+    def _reached(self, texts: Integers, hops: Integers) -> Integers:
+        """[N] the place of the letter at which these hops end; -1 where one of them has nowhere to go."""
+        rows, places = np.arange(len(texts)), np.arange(self.letters)
+        place = np.full(len(texts), self.letters - 1)
+        for hop in range(int(hops.max(initial=0))):
+            same = (texts == texts[rows, place][:, None]) & (places < place[:, None])
+            latest = np.where(same, places, -1).max(axis=1)
+            moved = np.where((latest >= 0) & (place >= 0), latest + 1, -1)
+            place = np.where(hop < hops, moved, place)
+        return place
+
+
+class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
+    """Paths through all nodes: that of the node that is asked for has `difficulty` edges, the others share the rest.
+
+    There are always `nodes - paths` edges, so that neither length nor number gives the difficulty away.
+    """
+
+    nodes: Annotated[int, msgspec.Meta(ge=3, le=26)] = 10
+    paths: Annotated[int, msgspec.Meta(ge=2, le=25)] = 3
+    max_edges: Annotated[int, msgspec.Meta(ge=1, le=24)] = 6
+
+    def __post_init__(self) -> None:
+        if self.max_edges > self.hardest:
+            raise ValueError(f"{self.nodes} nodes on {self.paths} paths leave {self.hardest} edges for one at most")
+
+    @property
+    def symbols(self) -> list[str]:
+        names = _NAMES[: self.nodes]
+        return [*names, *(f"{tail}>{head}" for tail in names for head in names if tail != head)]
+
+    @property
+    def levels(self) -> range:
+        return range(1, self.max_edges + 1)
+
+    @property
+    def hardest(self) -> int:
+        return self.nodes - self.paths
+
+    @property
+    def input_form(self) -> str:
+        edges = self.nodes - self.paths
+        return f"{edges} edges of {self.paths} paths, such as 'a>b', and the node at which one of them begins"
+
+    def length(self, difficulty: Any) -> Any:
+        return 0 * difficulty + self.nodes - self.paths + 3
+
+    def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
+        return self._walk(tokens[:, 1:-1])[1]
+
+    def space(self, difficulty: int) -> int:
+        others, rest = self.paths - 1, self.nodes - difficulty - 1  # the nodes that are on other paths
+        cuts = math.comb(rest - 1, others - 1) if rest else 0
+        orders = math.factorial(self.nodes - self.paths)
+        return math.factorial(self.nodes) * cuts // math.factorial(others) * orders
+
+    def is_input(self, row: list[int]) -> bool:
+        if len(row) != self.nodes - self.paths + 1 or row[-1] >= self.nodes or min(row[:-1]) < self.nodes:
+            return False
+        tails, heads = self._ends(np.array([row[:-1]]))
+        if any(len({*ends[0].tolist()}) < len(row) - 1 for ends in (tails, heads)):
+            return False  # a node with two edges out or in is on no path
+        sources = {*tails[0].tolist()} - {*heads[0].tolist()}
+        edges = sum(self._walk(np.array([[*row[:-1], node]]))[1][0] for node in sources)
+        return row[-1] in sources and edges == len(row) - 1  # no edge is on a circle
+
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
+        count, edges = len(difficulty), self.nodes - self.paths
+        order, places = draws.permutations(count, self.nodes), np.arange(self.nodes - 1)
+        lots = draws.integers(np.full((count, self.nodes - 1), 2**31))
+        lots[places <= difficulty[:, None]] = 2**31  # the first path is whole, and ends at its own place
+        cut = np.argsort(np.argsort(lots, axis=1, kind="stable"), axis=1) < self.paths - 2
+        cut |= places == difficulty[:, None]
+        kept = np.argsort(cut, axis=1, kind="stable")[:, :edges]
+        kept = np.take_along_axis(kept, draws.permutations(count, edges), axis=1)
+        tails, heads = (np.take_along_axis(order, kept + step, axis=1) for step in (0, 1))
+        numbers = self.nodes + tails * (self.nodes - 1) + heads - (heads > tails)
+        return np.concatenate([numbers, order[:, :1]], axis=1)
+
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
+        return self._walk(tokens[:, 1:-1])[0]
+
+    def _ends(self, edges: Integers) -> tuple[Integers, Integers]:
+        """The nodes from and to which edges lead."""
+        tails, heads = np.divmod(edges - self.nodes, self.nodes - 1)
+        return tails, heads + (heads >= tails)
+
+    def _walk(self, inputs: Integers) -> tuple[Integers, Integers]:
+        """[N] the ends of the paths from the nodes that stand last, and how many edges they have."""
+        rows = np.arange(len(inputs))
+        tails, heads = self._ends(inputs[:, :-1])
+        following = np.tile(np.arange(self.nodes), (len(inputs), 1))  # from an end one stays there
+        following[rows[:, None], tails] = heads
+        node, edges = inputs[:, -1], np.zeros(len(inputs), dtype=np.int64)
+        for _ in range(self.nodes - 1):
+            edges += following[rows, node] != node
+            node = following[rows, node]
+        return node, edges

@@ -1,0 +1,243 @@
+"""What is a task? A generator of examples of known difficulty, and how they are divided into splits.
+
+A task says what its inputs are made of, draws inputs of a given difficulty and answers them. Splits, seeds,
+disjointness and extrapolation are the same for all tasks; those of the user's own join in `custom_task.py`.
+
+Shapes: N examples, M tokens. Tokens: first the symbols of the input, then begin and the answer marker.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.config import Seed, Settings
+from loopscope.errors import UserError, reject
+from loopscope.tasks.examples import Draws, Examples, Integers, fingerprints
+from loopscope.trajectory import check_split_name
+
+SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]
+StoredOrOnline = Annotated[int, msgspec.Meta(ge=0, le=10**8)]
+"""How many training examples are stored; 0: they are drawn online, new ones at every step."""
+
+_BUCKETS = 10
+_RESERVED = {"validation": 0, "test": 1}
+"""With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
+_MIN_DIVIDED_SPACE = 500
+"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 50."""
+_MAX_REDRAWS = 1_000
+"""One in ten draws is a split's own, so nobody needs as many, unless a difficulty has a handful of inputs."""
+
+
+class Splits(Settings, frozen=True, kw_only=True):
+    """How many examples the splits of a task have, and from which seeds they are drawn."""
+
+    train_examples: StoredOrOnline = 0
+    validation_examples: SplitSize = 50_000
+    test_examples: SplitSize = 50_000
+    train_seed: Seed = 42
+    validation_seed: Seed = 43
+    test_seed: Seed = 44
+    extrapolation_seed: Seed = 45
+    disjoint: bool = False
+
+
+class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
+    """A task's settings and its generator; in a file, `name` says which task it is.
+
+    A task has `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
+    """
+
+    separator: ClassVar[str] = " "  # between the symbols of an input, as a person reads it
+
+    @property
+    @abstractmethod
+    def symbols(self) -> list[str]:
+        """What an input is made of, as a person reads it; their numbers are the tokens."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> range:
+        """The difficulties of training, validation and test."""
+
+    @abstractmethod
+    def length(self, difficulty: Any) -> Any:
+        """How many tokens an example of this difficulty has, or one of each of these [N]: its symbols and two more."""
+
+    @abstractmethod
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
+        """One input of each given difficulty [N], as symbols [N, M - 2]; what stands beyond its end does not matter."""
+
+    @abstractmethod
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
+        """The right answers [N] to rows [N, M], as numbers of symbols; an input begins at the second token."""
+
+    def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
+        """The difficulty [N] of rows [N, M]; here it follows from their lengths, which grow with it evenly."""
+        difficulty: Integers = (lengths - self.length(0)) // (self.length(1) - self.length(0))
+        return difficulty
+
+    @property
+    def hardest(self) -> int | None:
+        """The largest difficulty that an input can have; None: there is no largest."""
+        return None
+
+    def space(self, difficulty: int) -> int:
+        """At least how many distinct inputs of this difficulty there are; here all strings of symbols are inputs."""
+        return int(len(self.symbols) ** (self.length(difficulty) - 2))
+
+    @property
+    def input_form(self) -> str:
+        """What an input is, in words."""
+        return f"an input of the task {type(self).__name__}"
+
+    def is_input(self, row: list[int]) -> bool:
+        """Whether these symbols make an input."""
+        return len(row) > 0
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.symbols) + 2
+
+    @property
+    def positions(self) -> int:
+        """How many positions training needs."""
+        return int(self.length(self.levels[-1]))
+
+    def draw(self, draws: Draws, difficulty: Integers) -> Examples:
+        """One example of each given difficulty."""
+        return self._framed(self.draw_inputs(draws, difficulty), self.length(difficulty), difficulty)
+
+    def text(self, examples: Examples) -> list[str]:
+        """The inputs as a person reads them."""
+        rows = zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)
+        symbols = self.symbols
+        return [self.separator.join(map(symbols.__getitem__, row[1 : length - 1])) for row, length in rows]
+
+    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
+        """The examples that are written so; the inverse of `text`. More than `longest` tokens are rejected."""
+        numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
+        rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
+        for text, row in zip(texts, rows, strict=True):
+            if -1 in row or not self.is_input(row):
+                raise UserError(f"'{text[:60]}' is not {self.input_form}.")
+            if longest is not None and len(row) + 2 > longest:
+                raise UserError(f"it makes {len(row) + 2:,} tokens, and the model's block size is {longest}.")
+        lengths = np.array([len(row) + 2 for row in rows], dtype=np.int64)
+        inputs = np.zeros((len(rows), int(lengths.max(initial=2)) - 2), dtype=np.int64)
+        inputs[np.arange(inputs.shape[1]) < lengths[:, None] - 2] = [token for row in rows for token in row]
+        return self._framed(inputs, lengths)
+
+    def _framed(self, inputs: Integers, lengths: Integers, difficulty: Integers | None = None) -> Examples:
+        """Examples of inputs [N, M - 2], with begin and marker; what stands beyond an input's end is cut off."""
+        reject(self._misshapen(inputs, lengths))
+        tokens = np.zeros((len(inputs), inputs.shape[1] + 2), dtype=np.int64)
+        tokens[:, 0] = self.vocab_size - 2
+        tokens[:, 1:-1] = np.where(np.arange(inputs.shape[1]) < lengths[:, None] - 2, inputs, 0)
+        tokens[np.arange(len(inputs)), lengths - 1] = self.vocab_size - 1
+        labels = self.answers(tokens, lengths)
+        reject(self._out_of_range(tokens[:, 1:-1], lengths, labels))
+        if difficulty is None:
+            difficulty = self.difficulties(tokens, lengths)
+        return Examples(tokens, lengths, labels, difficulty)
+
+    def _misshapen(self, inputs: Any, lengths: Integers) -> Iterator[str]:
+        longest = int(lengths.max(initial=2)) - 2
+        if not are_integers(inputs, (len(lengths), None)) or inputs.shape[1] < longest:
+            rows = f"{len(lengths)} rows of whole numbers, with {longest} symbols where `length` says so"
+            yield f"draw_inputs of the task {type(self).__name__} must return {rows}; it returned {_shape(inputs)}."
+
+    def _out_of_range(self, inputs: Integers, lengths: Integers, labels: Any) -> Iterator[str]:
+        last, inside = len(self.symbols) - 1, np.arange(inputs.shape[1]) < lengths[:, None] - 2
+        if inputs.min(initial=0) < 0 or inputs.max(initial=0, where=inside) > last:
+            yield f"draw_inputs of the task {type(self).__name__} returned numbers that are of no symbol (0..{last})."
+        if not are_integers(labels, lengths.shape):
+            yield f"answers of the task {type(self).__name__} must return a whole number a row; got {_shape(labels)}."
+        elif labels.min(initial=0) < 0 or labels.max(initial=0) > last:
+            found = f"{labels.min()} to {labels.max()}"
+            yield f"answers of the task {type(self).__name__} must return numbers of symbols (0..{last}); got {found}."
+
+    def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
+        """A split (or its first `size` examples), balanced over difficulties.
+
+        `extrapolation` needs `levels` beyond the range of training. If the task draws its training examples online,
+        `train` has `size` other examples, drawn in the same way.
+        """
+        check_split_name(name)
+        if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
+            raise UserError(
+                f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."
+            )
+        if levels is not None and self.hardest is not None and levels[-1] > self.hardest:
+            raise UserError(f"No input of this task is harder than {self.hardest}; choose other levels.")
+        stored: int = getattr(self, "test_examples" if name == "extrapolation" else f"{name}_examples")
+        whole = stored or size or 0
+        if not whole or (size or 0) > whole:
+            raise UserError(
+                f"The {name} split has {whole:,} examples, {size:,} were asked for."
+                if whole and size
+                else "This task draws its training examples online, so it stores none; say how many to draw."
+            )
+        draws = Draws(getattr(self, f"{name}_seed"))
+        levels = levels or self.levels
+        difficulty = np.asarray(levels)[draws.permutation(whole) % len(levels)]
+        examples = self._draw_allowed(draws, difficulty, name)
+        return examples if size in (None, whole) else examples.take(np.arange(size))
+
+    def batch(self, seed: int, step: int, size: int) -> Examples:
+        """The online batch of a step of a run, balanced over the difficulties of successive steps."""
+        draws = Draws(self.train_seed, (seed << 32) + step)
+        difficulty = np.asarray(self.levels)[(step * size + np.arange(size)) % len(self.levels)]
+        return self._draw_allowed(draws, difficulty, "train")
+
+    def _draw_allowed(self, draws: Draws, difficulty: Integers, split: str) -> Examples:
+        """Draws again what belongs to another split, until every example is this split's own."""
+        examples = self.draw(draws, difficulty)
+        if not self.disjoint or split == "extrapolation":
+            return examples
+        shared = np.array([level for level in self.levels if self.space(level) < _MIN_DIVIDED_SPACE])
+        pending, redraws = np.flatnonzero(~np.isin(difficulty, shared)), 0
+        while len(pending := pending[~_belongs(examples.take(pending), split)]):
+            redraws += 1
+            if redraws > _MAX_REDRAWS:
+                level = difficulty[pending[0]]
+                raise UserError(
+                    f"Difficulty {level} has too few inputs for splits of its own, and `space` says "
+                    f"{self.space(level):,}; correct `space`, or set task.disjoint = false."
+                )
+            again = self.draw(draws, difficulty[pending])
+            examples.tokens[pending, : again.tokens.shape[1]] = again.tokens
+            examples.labels[pending] = again.labels
+        return examples
+
+
+@lru_cache(maxsize=3)
+def drawn(task: Task, split: str, size: int | None = None, levels: range | None = None) -> Examples:
+    """A split, drawn once for all who need it: training, the overlap, and the recordings of several models."""
+    return task.split(split, size, levels)
+
+
+@lru_cache(maxsize=1)
+def training_fingerprints(task: Task) -> NDArray[np.uint64]:
+    """The hashes of all training inputs, sorted."""
+    return np.unique(fingerprints(drawn(task, "train")))
+
+
+def are_integers(numbers: Any, shape: tuple[int | None, ...]) -> bool:
+    """Whether this is an array of whole numbers of this shape, where None is any size."""
+    if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or numbers.ndim != len(shape):
+        return False
+    return all(expected in (None, size) for expected, size in zip(shape, numbers.shape, strict=True))
+
+
+def _shape(found: Any) -> str:
+    return f"shape {list(found.shape)}, {found.dtype}" if isinstance(found, np.ndarray) else type(found).__name__
+
+
+def _belongs(examples: Examples, split: str) -> NDArray[np.bool_]:
+    bucket = fingerprints(examples) % np.uint64(_BUCKETS)
+    return bucket == _RESERVED[split] if split in _RESERVED else bucket >= len(_RESERVED)
