@@ -1,7 +1,7 @@
 """Would it run on a GPU, and would the host keep ahead of it? Everything once on a pretended one, beside the CPU.
 
-What is fetched at a loop step: the one array that decides who exits, and the tokens or answers of who does. Every
-further policy has an array of its own, and where lossless text is drawn, drafts and verdicts are fetched by themselves.
+What is fetched at a loop step of rows: the one array that decides who exits, and the answers of who does. Of greedy
+text it is one array, but for policies that look at a gate or at states; and one more, where tokens are drawn.
 """
 
 import json
@@ -25,6 +25,7 @@ from loopscope.engine.generation import Prompt, generate, stream
 from loopscope.engine.requests import Request, choices
 from loopscope.engine.sampling import Sampling
 from loopscope.engine.scheduler import _RunningBatch, run
+from loopscope.engine.wavefront import Wavefront
 from loopscope.models.device import check_device
 from loopscope.models.looped_model import LoopedModel
 from loopscope.progress import silent
@@ -53,13 +54,14 @@ def device() -> Iterator[PretendedDevice]:
 def steps(device: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the host had waited when each loop step began."""
     begun: list[int] = []
-    step, advance = Decoder.step, _RunningBatch.advance
+    step, advance, wave = Decoder.step, _RunningBatch.advance, Wavefront.advance
 
     def noted(call: Any, *given: Any) -> Any:
         begun.append(sum(device.waits.values()))
         return call(*given)
 
     monkeypatch.setattr(Decoder, "step", lambda self: noted(step, self))
+    monkeypatch.setattr(Wavefront, "advance", lambda self: noted(wave, self))
     monkeypatch.setattr(_RunningBatch, "advance", lambda self, new: noted(advance, self, new))
     return begun
 
@@ -212,16 +214,22 @@ def lossless(temperature: float) -> dict[str, Any]:
     return {"batch_size": 4, "max_new_tokens": 6, "lossless": True, "sampling": Sampling(temperature=temperature)}
 
 
+def text_waits(policy: ls.ExitPolicy) -> int:
+    """Greedy text fetches signals of logits with the tokens; those of a gate and of states come before."""
+    return 2 if policy.readout in ("gate", "hidden_change") else 1
+
+
 SEVERAL = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(4), POLICIES, strict=False)]
 TEXTS = [
     *(
-        (policy, prompts(rows), MOST_WAITS, {"batch_size": rows, "max_new_tokens": 4, "cache": cache})
+        (policy, prompts(rows), text_waits(policy), {"batch_size": rows, "max_new_tokens": 4, "cache": cache})
         for rows in (1, 4)
         for policy, cache in zip(POLICIES, CACHE_MODES * 2, strict=True)
     ),
-    (POLICIES[0], prompts(4), 2, lossless(0.0)),
-    (POLICIES[0], prompts(4), 4, lossless(1.0)),
-    (None, SEVERAL, 4 + 1, {"batch_size": 4, "max_new_tokens": 4}),
+    (POLICIES[0], prompts(4), 1, lossless(0.0)),
+    (POLICIES[0], prompts(4), MOST_WAITS, lossless(1.0)),
+    (ls.ExitPolicy("fixed", 1), prompts(4), 1, lossless(0.0)),
+    (None, SEVERAL, 1 + 2, {"batch_size": 4, "max_new_tokens": 4}),
 ]
 """Policy, prompts, how often the host may wait in a step, and options."""
 
@@ -235,7 +243,7 @@ def test_generation(
     with bounded(device, steps, most):
         texts = generate(there, asked, policy, **options)
     for ours, theirs in zip(texts, expected, strict=True):
-        assert (ours.tokens, ours.loops, ours.drafted) == (theirs.tokens, theirs.loops, theirs.drafted)
+        assert (ours.tokens, ours.loops) == (theirs.tokens, theirs.loops)  # what is drafted depends on the machine
     assert (sum(text.drafted for text in texts) > 0) == ("lossless" in options)
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from benchmark_slices import byte_pairs
 from torch import Tensor
 
+from loopscope.engine.draft_spacing import DraftSpacing, Spacing
 from loopscope.models.checkpoint import save_model
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
@@ -141,6 +143,16 @@ def tiny_looped_llama(**changes: Any) -> LoopedLlama:
 
     model: LoopedLlama = seeded(make)
     return model
+
+
+def draft_at(spacing: Spacing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lossless text is drafted with this spacing, whether it pays here or not."""
+
+    def choose(self: DraftSpacing, rows: int, first: int, every_loop: bool) -> Spacing:
+        self.current = self.full_depth if every_loop and spacing.loops > 1 else spacing
+        return self.current
+
+    monkeypatch.setattr(DraftSpacing, "choose", choose)
 
 
 class WithCoda(LoopedTransformer):

@@ -2,20 +2,26 @@
 
     python recipes/real_size/generation.py build runs/ouro-254m --size 254      (or 5; --calm 0.05: loops that agree)
     python recipes/real_size/generation.py bench runs/ouro-254m --batch-size 8 --lossless --plain
+    python recipes/real_size/generation.py bench runs/ouro-254m --standing 0.8
     python recipes/real_size/generation.py profile runs/ouro-254m --loops 2 --context 128 1024 4096
     python recipes/real_size/generation.py tokens runs/ouro-254m
 
 `bench` is `loopscope bench generation` on random tokens, with the margin whose tokens take --loops on average, and
-prints its JSON. `profile` says for every context which share of a token's time matrix products, attention, copies and
-the rest take, and Python between them. `tokens` says what a loop and the head take for 1 to 32 tokens together, with
-our linear layers and with PyTorch's. All take any checkpoint that LoopScope reads.
+prints its JSON. With `--standing 0.8` it is lossless text alone, whose drafts stand in 8 of 10: what loop 1 says is
+replaced by what full depth will say, or by something else. `profile` says for every context which share of a token's
+time matrix products, attention, copies and the rest take, and Python between them. `tokens` says what a loop and the
+head take for 1 to 32 tokens together, with packed weights, with our layers of plain ones and with PyTorch's. All take
+any checkpoint that LoopScope reads.
 """
 
 import argparse
+import copy
 import json
 import time
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,9 +35,10 @@ from torch.profiler import ProfilerActivity, profile
 import loopscope as ls
 from loopscope.bench.text_timing import bench_generation, ways_of
 from loopscope.config import write_json
-from loopscope.engine.generation import Prompt, stream
+from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.wavefront import Wavefront
 from loopscope.models.checkpoint import read_config, save_model
-from loopscope.models.decoder_layers import Linear
+from loopscope.models.linear import Linear
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import Ouro
 from loopscope.progress import track
@@ -100,13 +107,39 @@ def margin_for(model: LoopedModel, loops: float) -> ls.ExitPolicy:
     return ls.ExitPolicy("margin", low)
 
 
+@contextmanager
+def standing(model: LoopedModel, prompts: list[Prompt], share: float) -> Iterator[None]:
+    """Lossless text whose drafts stand in this share: early loops say what full depth will say, or something else.
+
+    They are run and read all the same.
+    """
+    free = [replace(prompt, forced=None) for prompt in prompts]
+    written = generate(model, free, max_new_tokens=len(prompts[0].forced), batch_size=len(prompts))
+    whole = [np.concatenate((prompt.tokens, text.tokens)) for prompt, text in zip(free, written, strict=True)]
+    stands = np.random.default_rng(2).random((len(whole), len(whole[0]))) < share
+    unforced = Wavefront._next_tokens
+
+    def next_tokens(self: Wavefront, reads: Any, *given: Any) -> list[int]:
+        tokens = unforced(self, reads, *given)
+        for place, (row, position, loop) in enumerate(zip(*(each.tolist() for each in reads), strict=True)):
+            number = self._flights[row].number
+            if loop < model.num_loops and position + 1 < len(whole[number]):
+                wrong = not stands[number, position]
+                tokens[place] = int(whole[number][position + 1] + wrong) % model.vocab_size
+        return tokens
+
+    with patch.object(Wavefront, "_next_tokens", next_tokens):
+        yield
+
+
 def measure(model: LoopedModel, name: str, options: argparse.Namespace) -> Any:
     policies = [margin_for(model, options.loops), ls.ExitPolicy("fixed", round(options.loops))]
-    ways = ways_of(policies, ["full", "propagate"], False)
-    if options.lossless:
+    ways = [] if options.standing else ways_of(policies, ["full", "propagate"], False)
+    if options.lossless or options.standing:
         ways += ways_of([ls.ExitPolicy("fixed", 1)], [], True)
     prompts = texts(model, options.prompts or options.batch_size, options.length, options.new)
-    with track("measuring") as advance:
+    forced = nullcontext() if options.standing is None else standing(model, prompts, options.standing)
+    with forced, track("measuring") as advance:
         return bench_generation(name, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain)
 
 
@@ -144,17 +177,19 @@ def profiled(model: LoopedModel, options: argparse.Namespace) -> list[dict[str, 
 def by_tokens(model: LoopedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Milliseconds of a loop and of the head for so many tokens of a row, by linear layer; all in turns."""
     draw, counts = np.random.default_rng(0), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    ways = {"ours": Linear.forward, "pytorch": nn.Linear.forward}
+    plain = copy.deepcopy(model)  # a copy has plain matrices
+    ours, packed = (plain, Linear.forward), (model, Linear.forward)
+    ways = {"packed": packed, "ours": ours, "pytorch": (plain, nn.Linear.forward)}
     spent: dict[tuple[int, str, str], list[float]] = {}
     for turn in range(options.rounds + 1):
         for count in counts:
             begun = model.begin(torch.from_numpy(draw.integers(0, model.vocab_size, (1, count))))
-            for way, forward in ways.items():
+            for way, (network, forward) in ways.items():
                 with patch.object(Linear, "forward", forward):
                     start = time.perf_counter()
-                    state = model.step(begun)
+                    state = network.step(begun)
                     between = time.perf_counter()
-                    model.predict(state.hidden)
+                    network.predict(state.hidden)
                     taken = {"loop": between - start, "head": time.perf_counter() - between}
                 for what, seconds in taken.items() if turn else ():  # the first turn warms up
                     spent.setdefault((count, way, what), []).append(1e3 * seconds)
@@ -179,6 +214,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096], help="(profile)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lossless", action="store_true", help="and lossless text, drafted at loop 1 (bench)")
+    parser.add_argument("--standing", type=float, help="share of drafts that stand in lossless text (bench)")
     parser.add_argument("--plain", action="store_true", help="and the plain way at full depth (bench)")
     options = parser.parse_args()
     if options.what == "build":

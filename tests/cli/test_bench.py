@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tiny_language import draft_at
 
 import loopscope as ls
 from cli.conftest import Command, recording_of
+from loopscope.engine.draft_spacing import Spacing
 
 
 def continued(folder: Path) -> list[str]:
@@ -74,8 +76,11 @@ def test_generation_is_measured(checkpoint: str, tmp_path: Path, command: Comman
     assert "--threshold" in command.refused("bench", "generation", checkpoint, *options[:2], "--readout", "gate")
 
 
-def test_lossless_text_and_the_plain_way_are_measured(checkpoint: str, tmp_path: Path, command: Command) -> None:
+def test_lossless_text_and_the_plain_way_are_measured(
+    checkpoint: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their tokens are full depth's; rows of different lengths are padded in the plain way."""
+    draft_at(Spacing(1), monkeypatch)
     words = [*continued(tmp_path), "--new-tokens", "9"]
     words += ["--readout", "fixed", "--threshold", "1", "--cache", "full", "--lossless", "--plain", "--batch-size", "2"]
     measured = command.json("bench", "generation", checkpoint, *words)
@@ -86,6 +91,8 @@ def test_lossless_text_and_the_plain_way_are_measured(checkpoint: str, tmp_path:
     assert lossless["agreement"] == 1
     assert lossless["average_loops"] is lossless["realised"] is None  # all loops of an accepted draft were run
     assert early["average_loops"] == 1
+    assert early["realised_after_prompts"]["median"] > 0
+    assert lossless["realised_after_prompts"] is None
     assert lossless["writing_loops"] >= 4 > early["writing_loops"] == 1
     for spread in (*(measured["plain"][name] for name in ("speedup", "writing_speedup")), lossless["realised_of_run"]):
         assert spread["median"] > 0

@@ -1,6 +1,7 @@
 """`loopscope generate`: prompts in, text or JSON lines out, and what cannot be generated."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 from benchmark_slices import byte_pairs
-from tiny_language import write_ouro
+from tiny_language import draft_at, write_ouro
 
 import loopscope as ls
 from cli.conftest import Command, run
 from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
+from loopscope.engine.draft_spacing import Spacing
 from loopscope.models.tokenizer import Detokenizer
 from loopscope.scope import Scope
 
@@ -46,7 +48,8 @@ def test_many_prompts(checkpoint: str, tmp_path: Path, command: Command) -> None
         )
 
 
-def test_lossless_text_is_full_depths(checkpoint: str, command: Command) -> None:
+def test_lossless_text_is_full_depths(checkpoint: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_at(Spacing(1), monkeypatch)
     words = ("generate", checkpoint, "A student wants to", "--max-new-tokens", "20", "--json")
     lines, notes = [], []
     for more in ((), ("--loops", "1", "--lossless")):
@@ -55,10 +58,8 @@ def test_lossless_text_is_full_depths(checkpoint: str, command: Command) -> None
         notes.append(err)
     full, ours = lines
     assert ours["tokens"] == full["tokens"]
-    assert "drafted" not in full
-    assert ours["drafted"] >= ours["accepted"] == sum(loops == 1 for loops in ours["loops"])
-    assert ours["drafted"] > 0
-    assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
+    assert ours == full  # how much was drafted depends on the machine, and is in the note
+    assert re.search(r"\d+ of [1-9]\d* drafts stood", notes[1])
     assert "up to rounding" not in notes[1]
     for more, noted in ((("--loops", "1", "--lossless"), True), ((), False)):
         said = command(*words, *more, "--dtype", "bfloat16").err

@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_language import MODELS, tiny_ouro
+from tiny_language import MODELS, draft_at, tiny_ouro
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loopscope as ls
 from loopscope.engine import decoder
 from loopscope.engine.decoder import Decoder
+from loopscope.engine.draft_spacing import Spacing
 from loopscope.engine.generation import Prompt, generate
-from loopscope.models import attention
+from loopscope.models import attention, kv_cache
+from loopscope.models.kv_cache import KVCache
 from loopscope.models.looped_model import LoopedModel, LoopState
 
 FULL = ls.ExitPolicy("margin", 1e9)  # asked at every loop
@@ -107,3 +109,33 @@ def test_long_prompts_run_in_parts(name: str, cache: Any, monkeypatch: pytest.Mo
             assert max(most) <= max(chunk, 3)
             texts[-1] += [(each.tokens, each.loops) for each in found]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_text_is_not_copied_as_it_grows(lossless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for all of it is made when it begins; what is copied is the prompt's, when deeper loops are first run."""
+    copied: list[int] = []
+    grown = KVCache._grown
+
+    def counted(self: KVCache, stored: torch.Tensor, *given: int) -> torch.Tensor:
+        copied.append(stored.numel())
+        return grown(self, stored, *given)
+
+    monkeypatch.setattr(KVCache, "_grown", counted)
+    draft_at(Spacing(1), monkeypatch)
+    prompts = [Prompt(key, np.arange(5 + key)) for key in range(2)]
+    counts = []
+    for new in (20, 400):
+        copied.clear()
+        texts = generate(model(), prompts, ls.ExitPolicy("fixed", 3), max_new_tokens=new, lossless=lossless)
+        assert [len(text.tokens) for text in texts] == [new] * 2
+        counts.append(len(copied))
+    assert counts[0] == counts[1]
+
+
+def test_room_beyond_what_is_reserved_is_made_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for reserved in (0, 4096):
+        monkeypatch.setattr(kv_cache, "MAX_RESERVED", reserved)
+        texts.append(generate(model(), [Prompt(0, np.arange(30))], ls.ExitPolicy("top1", 0.075), max_new_tokens=150))
+    assert texts[0][0].tokens == texts[1][0].tokens

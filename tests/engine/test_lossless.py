@@ -1,5 +1,7 @@
 """Lossless text: is it what full depth says, whatever was drafted, and is no work of a draft done twice?"""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,17 +10,18 @@ import torch
 from conftest import GOLDEN
 from scipy.stats import chisquare
 from test_generation import prompts, same
-from tiny_language import MODELS, tiny_ouro
+from tiny_language import MODELS, draft_at, tiny_ouro
 
 import loopscope as ls
-from loopscope.engine import draft_length
-from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
+from loopscope.engine.draft_spacing import DraftSpacing, Spacing
 from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
-from loopscope.engine.sampling import Draft, Sampling
-from loopscope.models.looped_model import LoopedModel
+from loopscope.engine.sampling import Sampling
+from loopscope.engine.wavefront import Wavefront
+from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.scope import Scope
 
 POLICIES = [ls.ExitPolicy("fixed", 1), ls.ExitPolicy("top1", 0.075), ls.ExitPolicy("hidden_cosine", 0.3)]
+Spaced = Callable[[Spacing], None]
 
 
 @pytest.fixture(scope="module")
@@ -28,30 +31,105 @@ def model() -> LoopedModel:
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting pays whatever comes of it."""
-    monkeypatch.setattr(draft_length, "_TOGETHER", (0.01, 0.01))
+def spaced(monkeypatch: pytest.MonkeyPatch) -> Spaced:
+    """Drafts with this spacing, whether it pays or not."""
+
+    draft_at(Spacing(1), monkeypatch)
+    return partial(draft_at, monkeypatch=monkeypatch)
+
+
+def agreeing() -> LoopedModel:
+    """One loop is all that it needs, so that the first says what the last one says."""
+    model = tiny_ouro(num_hidden_layers=1)
+    for name, weight in model.named_parameters():
+        if "layernorm_2" in name:
+            weight *= 1e-4
+    return model
+
+
+def every_spacing(model: LoopedModel) -> list[Spacing]:
+    divisors = [loops for loops in range(1, model.num_loops) if model.num_loops % loops == 0]
+    early = [] if model.head_attends else [Spacing(loops, early=True) for loops in divisors[:1]]
+    return [Spacing(loops) for loops in divisors] + early
 
 
 @pytest.mark.parametrize("name", [*MODELS, "huginn"])
-@pytest.mark.usefixtures("eager")
-def test_it_is_full_depths_text_token_for_token(name: str) -> None:
+def test_it_is_full_depths_text_token_for_token(name: str, spaced: Spaced) -> None:
+    """Rows of different lengths, one by one and together, drafted by a depth, by the logits and by the states."""
     model = ls.load_model(GOLDEN / "huginn-tiny") if name == "huginn" else MODELS[name]()
-    whole = generate(model, prompts(3), max_new_tokens=12)
+    whole = generate(model, prompts(4), max_new_tokens=12)
     stats = GenerationStats()
     late = ls.ExitPolicy("fixed", model.num_loops - 1)
-    for policy, batch_size in ((POLICIES[0], 1), (late, 3), (POLICIES[1], 2)):
-        texts = generate(
-            model, prompts(3), policy, max_new_tokens=12, lossless=True, batch_size=batch_size, stats=stats
-        )
-        for text, full in zip(texts, whole, strict=True):
-            assert (text.tokens, text.finish_reason) == (full.tokens, full.finish_reason)
-            assert text.accepted == sum(loops < model.num_loops for loops in text.loops) <= text.drafted
-    assert 0 < stats.accepted <= stats.drafted
-    assert stats.accepted < stats.drafted or name == "transformer"  # whose loops agree
+    for spacing in every_spacing(model):
+        spaced(spacing)
+        for policy, batch_size in ((POLICIES[0], 1), (late, 3), (POLICIES[1], 2), (POLICIES[2], 3)):
+            texts = generate(
+                model, prompts(4), policy, max_new_tokens=12, lossless=True, batch_size=batch_size, stats=stats
+            )
+            assert same(texts, whole)
+            assert all(text.accepted <= text.drafted for text in texts)
+    assert 0 < stats.accepted < stats.drafted
 
 
-def test_nothing_of_a_draft_is_run_twice(model: LoopedModel) -> None:
+def test_the_spacing_may_change_at_any_time(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens in flight then are at other loops than those at which the next are read."""
+    draw = np.random.default_rng(0)
+
+    def choose(self: DraftSpacing, rows: int, first: int, every_loop: bool) -> Spacing:
+        self.current = (Spacing(1), Spacing(1, early=True), Spacing(2), self.full_depth)[draw.integers(0, 4)]
+        return self.current
+
+    monkeypatch.setattr(DraftSpacing, "choose", choose)
+    own = [POLICIES[0], ls.ExitPolicy("fixed", 3), ls.ExitPolicy("fixed", 2), None, POLICIES[0]]
+    asked = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(), own, strict=True)]
+    whole, stats = generate(model, prompts(), max_new_tokens=40), GenerationStats()
+    texts = generate(model, asked, POLICIES[0], max_new_tokens=40, lossless=True, batch_size=3, stats=stats)
+    assert same(texts, whole)
+    assert stats.accepted > 10
+
+
+def test_long_prompts_run_in_parts(spaced: Spaced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the tokens in flight of other rows; a head that attends reads a prompt in parts, too."""
+    monkeypatch.setattr("loopscope.engine.decoder._CHUNK", 16)
+    draw = np.random.default_rng(0)
+    asked = [Prompt(key, draw.integers(0, 50, length)) for key, length in enumerate((3, 70, 33, 16))]
+    for name in ("ouro", "coda", "looped llama"):
+        model, most = MODELS[name](), []
+        step = model.step
+
+        def counted(state: LoopState, step: Any = step, most: list[int] = most) -> LoopState:
+            most.append(len(state.hidden))
+            return step(state)
+
+        whole = generate(model, asked, max_new_tokens=9)
+        monkeypatch.setattr(model, "step", counted)
+        assert same(generate(model, asked, POLICIES[0], max_new_tokens=9, lossless=True, batch_size=2), whole)
+        assert max(most) <= 16
+
+
+def test_no_more_tokens_are_in_flight_than_there_are_loops(spaced: Spaced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row; and the head reads the newest and the oldest of them, or with early replacement all."""
+    model = agreeing()
+    tokens: list[int] = []
+    read: list[int] = []
+    step, predict = model.step, type(model).predict
+
+    def counted(state: LoopState) -> LoopState:
+        tokens.append(len(state.hidden))
+        return step(state)
+
+    monkeypatch.setattr(model, "step", counted)
+    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
+    (prompt,) = [Prompt(0, np.array([7]))]
+    for spacing, in_flight, most in ((Spacing(1), 4, 2), (Spacing(1, early=True), 4, 4), (Spacing(2), 2, 2)):
+        spaced(spacing)
+        tokens.clear()
+        read.clear()
+        generate(model, [prompt], POLICIES[0], max_new_tokens=40, lossless=True)
+        assert (max(tokens), max(read)) == (in_flight, most)
+
+
+def test_nothing_of_a_draft_is_run_twice(model: LoopedModel, spaced: Spaced) -> None:
     """All loops of every token that stays, and of one that is taken back those that it went through."""
     stats, per_text = GenerationStats(), {"drafted": 0, "accepted": 0}
     texts = generate(model, prompts(), POLICIES[0], max_new_tokens=24, lossless=True, stats=stats)
@@ -64,13 +142,8 @@ def test_nothing_of_a_draft_is_run_twice(model: LoopedModel) -> None:
     assert (stats.tokens, stats.drafted > 0) == (5 * 24, True)
 
 
-def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
-    """One loop is all that it needs, so that the first says what the last one says."""
-    model = tiny_ouro(num_hidden_layers=1)
-    for name, weight in model.named_parameters():
-        if "layernorm_2" in name:
-            weight *= 1e-4
-    stats = GenerationStats()
+def test_where_all_drafts_stand_only_the_loops_of_full_depth_run(spaced: Spaced) -> None:
+    model, stats = agreeing(), GenerationStats()
     texts = generate(model, prompts(), POLICIES[0], max_new_tokens=24, lossless=True, stats=stats)
     assert stats.accepted == stats.drafted > 5 * 12
     tokens = sum(len(prompt.tokens) for prompt in prompts()) + 5 * 23
@@ -90,9 +163,13 @@ def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("spacing", [Spacing(1), Spacing(1, early=True), Spacing(2)], ids=str)
 @torch.inference_mode()
-def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling, stop: list[int]) -> None:
+def test_drawn_text_has_the_probabilities_of_full_depth(
+    sampling: Sampling, stop: list[int], spacing: Spacing, spaced: Spaced
+) -> None:
     """Of the second and third token after one prompt, which are a draft and what comes after it."""
+    spaced(spacing)
     model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 1200, np.array([7])
     stats = GenerationStats()
     texts = generate(
@@ -133,7 +210,7 @@ def probabilities(model: LoopedModel, row: np.ndarray[Any, Any], sampling: Sampl
     return shares / shares.sum()
 
 
-def test_it_ends_where_full_depth_ends(model: LoopedModel) -> None:
+def test_it_ends_where_full_depth_ends(model: LoopedModel, spaced: Spaced) -> None:
     """At a token, at a criterion that sees every token once and in order, and at the last that there is room for."""
     whole = generate(model, prompts(), max_new_tokens=14)
     stop, seen = whole[0].tokens[6], []
@@ -162,53 +239,13 @@ def same_tokens(ours: Any, theirs: Any) -> bool:
     return [each.tokens for each in ours] == [each.tokens for each in theirs]
 
 
-def test_logits_are_full_depths(model: LoopedModel) -> None:
+def test_logits_are_full_depths(model: LoopedModel, spaced: Spaced) -> None:
     expected = list(stream(model, prompts(1), max_new_tokens=12, with_logits=True))
     found = list(stream(model, prompts(1), POLICIES[0], max_new_tokens=12, with_logits=True, lossless=True))
     for ours, full in zip(found, expected, strict=True):
         assert ours.logits is not None
         assert full.logits is not None
         assert torch.allclose(ours.logits, full.logits, atol=5e-5)
-
-
-def test_how_many_are_drafted_follows_how_many_stand(model: LoopedModel) -> None:
-    length = DraftLength(model)
-    first = length.tokens
-    drafts = [Draft(0, 1, None)] * (MOST_TOKENS - 1)
-    for _ in range(10):
-        length.update(drafts, len(drafts))
-    assert length.tokens == MOST_TOKENS > first > 1
-    for _ in range(60):
-        length.update(drafts, 0)
-        if length.tokens == 1:
-            break
-    assert length.tokens == 1
-    tried = []
-    for _ in range(40):
-        length.update([], 0)
-        tried.append(length.tokens)
-    assert 2 in tried  # it is tried again
-    by_loop = {}
-    for loop in (1, 2, 3):
-        by_loop[loop] = DraftLength(model)
-        for _ in range(60):
-            by_loop[loop].update([Draft(0, loop, None)] * 10, 9)
-    assert by_loop[1].tokens >= by_loop[2].tokens > by_loop[3].tokens  # late drafts save less
-
-
-def test_tokens_are_asked_up_to_the_loop_at_which_that_pays(
-    model: LoopedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    early, late = DraftLength(model, reads_logits=True), DraftLength(model, reads_logits=True)
-    for _ in range(40):
-        early.update([Draft(0, 1, None)] * 3, 3, early.ask_until)  # the others exit at no loop
-        late.update([Draft(0, 2, None)] * 3, 3, late.ask_until)
-    assert (early.ask_until, late.ask_until) == (1, 2)
-    assert DraftLength(model, first_exit=3).ask_until == 3  # nobody exits before
-    cheap = DraftLength(model, reads_logits=True)
-    monkeypatch.setattr(type(model), "head_cost", 4.0)
-    dear = DraftLength(model, reads_logits=True)
-    assert cheap.ask_until > dear.ask_until == 1  # a head is as dear as the loops that a later exit puts off
 
 
 def test_of_a_single_loop_it_is_full_depth() -> None:
@@ -247,16 +284,23 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
         assert same(together, alone)
 
 
-def test_asking_in_vain_is_given_up(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that reads logits and lets nobody exit takes a head at every loop; now and then it is tried again."""
-    read: list[int] = []
-    predict = type(model).predict
-    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
-    for policy, most in ((ls.ExitPolicy("margin", 1e9), 140), (ls.ExitPolicy("hidden_cosine", -2.0), 60)):
-        read.clear()
-        stats = GenerationStats()
-        generate(model, prompts(1), policy, max_new_tokens=60, lossless=True, stats=stats)
-        assert stats.drafted == 0
-        assert 60 <= sum(read) <= most
-        assert 1 <= stats.drafting_cost / stats.tokens < 2
-        assert (stats.drafting_cost > stats.tokens) is (policy.readout == "margin")
+def test_what_is_drawn_does_not_depend_on_what_was_drafted(model: LoopedModel, spaced: Spaced) -> None:
+    sampling, texts = Sampling(temperature=1.2, top_p=0.9, seed=4), []
+    for spacing in (*every_spacing(model), Spacing(4)):
+        spaced(spacing)
+        texts.append(generate(model, prompts(3), POLICIES[0], max_new_tokens=20, lossless=True, sampling=sampling))
+    assert all(same(each, texts[0]) for each in texts)
+    assert texts[0][0].accepted > texts[-1][0].accepted == 0
+
+
+def test_a_finished_row_leaves_nothing_behind(model: LoopedModel, spaced: Spaced) -> None:
+    """A policy that nobody uses any more is forgotten, and the next prompt of a row begins anew."""
+    texts = Wavefront(model, 2, (), Sampling())
+    for turn in range(6):
+        policy = ls.ExitPolicy("kl", 0.05 + turn / 100)
+        texts.begin(turn % 2, np.array([turn + 1, 3]), policy, 9, turn)
+        for _ in range(5):
+            texts.advance()
+        texts.end(turn % 2)
+    assert not texts._decisions
+    assert not texts._flights

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.engine.sampling import Sampling, _shares, verify
+from loopscope.engine.sampling import Sampling, _shares, draw_tokens
 
 
 def sorted_shares(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -46,4 +46,4 @@ def test_logits_that_are_not_finite_say_nothing(settings: dict[str, float], wron
     logits = torch.randn(1, 9)
     logits[0, 4] = wrong
     with pytest.raises(ls.UserError, match="not finite"):
-        verify(logits, [[]], [np.random.default_rng(0)], Sampling(temperature=1.0, **settings))  # type: ignore[arg-type]
+        draw_tokens(logits, [np.random.default_rng(0)], Sampling(temperature=1.0, **settings))  # type: ignore[arg-type]

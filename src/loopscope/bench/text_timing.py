@@ -6,9 +6,11 @@ told what to say: it writes as many tokens freely, and those are compared with f
 
 Prompts and writing are told apart: a way's prompts take what it takes until every text has its first token, its writing
 what the tokens after it take on top. Where a prompt goes through all loops whatever its first token needs (the caches
-`propagate` and `latest`), its prompts are full depth's.
+`propagate` and `latest`), its prompts are full depth's. With the cache `full` it goes deep later, while text is
+written. So exits save time in writing, and next to none of what prompts take; `realised_after_prompts` counts it so.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +55,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     kl: float  # of full depth's prediction against this one's, on average
     speedup: Spread  # tokens a second
     realised: Spread | None  # share of the ideal speed-up: T by the average loops, prelude and coda included
+    realised_after_prompts: Spread | None  # the same, where prompts take what they take at full depth: all their loops
     prompt_speedup: Spread
     writing_speedup: Spread
     writing_loops: float  # that were run for a token that was written, those for the cache included
@@ -151,9 +154,10 @@ def bench_generation(
         through = way if way.cache == "full" else full  # the other caches take prompts through all loops
         calls[f"{title}, prompts"] = partial(text.first().run, through)
         calls[title] = partial(text.run, way)
+    unpacked = copy.deepcopy(model) if plain else model  # a copy has plain matrices
     if plain:
         for title, count in (("plain, prompts", 1), ("plain", text.new_tokens)):
-            calls[title] = partial(plain_text, model, prompts, count, batch_size)
+            calls[title] = partial(plain_text, unpacked, prompts, count, batch_size)
     seconds, machine = interleaved(calls, rounds, _WIDTH, progress, next(model.parameters()))
     freely = text.free().run(full)[0] if plain or any(way.lossless for way in ways) else []
     base = _Measured(seconds, "full depth", text, full)
@@ -165,7 +169,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(chain(*plain_text(model, prompts, text.new_tokens, batch_size)), freely),
+            differing=_differing(chain(*plain_text(unpacked, prompts, text.new_tokens, batch_size)), freely),
         )
     return GenerationBench(
         model=name,
@@ -205,6 +209,10 @@ class _Measured:
         written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
         return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
+    def _ideal_seconds(self, full: "_Measured", average: float) -> Seconds:
+        """What full depth's prompts take, and its writing with the ideal speed-up."""
+        return full.prompt_seconds + full.writing_seconds / self.text.model.ideal_speedup(average)
+
     def timing(self, full: "_Measured", freely: Sequence[Token]) -> GenerationTiming:
         """Against `full` depth; `freely` are the tokens that full depth writes, which lossless text should write."""
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
@@ -232,6 +240,9 @@ class _Measured:
             kl=kl,
             speedup=spread(speedup),
             realised=None if average is None else spread(speedup / model.ideal_speedup(average)),
+            realised_after_prompts=None
+            if average is None
+            else spread(self._ideal_seconds(full, average) / self.seconds),
             prompt_speedup=spread(full.prompt_seconds / self.prompt_seconds),
             writing_speedup=spread(writing),
             writing_loops=self.writing_loops,

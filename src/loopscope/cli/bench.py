@@ -200,14 +200,16 @@ def _print_generation(result: "GenerationBench") -> None:
         row += [f"{timing.run_loops:.2f}", percent(timing.agreement), f"{timing.kl:.4f}"]
         row.append("" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}")
         row.append(f"{timing.cache_bytes / 2**20:.1f}")
-        ratios = (timing.speedup, timing.realised or "", timing.prompt_speedup, timing.writing_speedup)
+        realised = (timing.realised or "", timing.realised_after_prompts or "")
+        ratios = (timing.speedup, *realised, timing.prompt_speedup, timing.writing_speedup)
         rows.append([*row, *map(str, (*ratios, timing.realised_of_run))])
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
         f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
         f"{result.full_tokens_per_second} tokens per second. run: loops that were run for a token, for the cache too. "
         "agrees, KL: with full depth's prediction. drafts: those that stood. speed-up: against full depth, in all, and "
-        "until the first token (prompts) and after it (writing). realised: share of what the average loops allow; of "
+        "until the first token (prompts) and after it (writing). realised: share of what the average loops allow; "
+        "after prompts: the same, with full depth's time for prompts, which go through all loops in the end; of "
         f"loops run: after the first token, of what these allow. {machine_line(result.machine)}"
     )
     if (plain := result.plain) is not None:
@@ -216,5 +218,5 @@ def _print_generation(result: "GenerationBench") -> None:
             f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
         )
     columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
-    columns += ["speed-up", "realised", "prompts", "writing", "of loops run"]
+    columns += ["speed-up", "realised", "after prompts", "prompts", "writing", "of loops run"]
     print_table(title, columns, rows, keys=3)

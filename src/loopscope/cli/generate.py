@@ -113,9 +113,7 @@ def define(subparsers: Any) -> None:
     caches = "keys and values of a token that exited early: of every loop (full), its exit loop's in the deeper ones "
     caches += "(propagate), or one place for all loops (latest; default: the one that --policy is for, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    option(
-        parser, "--lossless", "write the text of full depth, up to rounding: early exits are drafts, verified together"
-    )
+    option(parser, "--lossless", "write the text of full depth, up to rounding, sooner: early exits are drafts")
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
     option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
@@ -246,7 +244,7 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
     """Says that a policy saved nothing, which its average loops do not show."""
     if lossless:
         if not stats.drafted:
-            return "No token exited early, so nothing was drafted and no time saved; loosen the threshold."
+            return "No time was saved: nothing was drafted. Loosen the threshold, or give fewer prompts at a time."
         if stats.drafting_cost < (1 - _MIN_SAVED) * stats.tokens:
             return None
         return "By estimate this was no faster than full depth: too many drafts fell; draft later, or not at all."
@@ -358,9 +356,6 @@ class _Output:
             text = decode(self.tokenizer, written) if stopped is None else stopped
             line = {"number": number + 1, "prompt": self.requested[number].prompt, "text": text, "tokens": written}
             line |= {"loops": [each.loops for each in own], "finish_reason": token.finish_reason}
-            if self.options.lossless:
-                stood = sum(each.accepted for each in own)
-                line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
             self.texts.forget(number)
             yield number, line
 

@@ -20,7 +20,8 @@ from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
 from loopscope.models.device import accumulator, upload
 from loopscope.models.looped_model import LoopedModel
-from loopscope.policy import ExitPolicy
+from loopscope.policy import NEVER, ExitPolicy
+from loopscope.readouts.readout import required_readout
 from loopscope.readouts.signals import CONVERGENCE, LARGEST_RATIO, SIGNALS
 from loopscope.scope import Scope
 
@@ -48,12 +49,13 @@ class ExitDecision:
         self, model: LoopedModel, policy: ExitPolicy, num_loops: int | None = None, on_device: bool = True
     ) -> None:
         self._model, self.policy = model, policy
-        self._state = ExitState(policy, num_loops or model.num_loops)
+        followed = ExitPolicy("fixed", num_loops or model.num_loops) if _never_exits(policy) else policy
+        self._state = ExitState(followed, num_loops or model.num_loops)
         streamed = [name for name in self._state.signals if on_device and name in LOGIT_SIGNALS]
         self._streamed = StreamedSignals(streamed) if streamed else None
         self._sources = self._state.sources(streamed)
         self.reads_logits = bool(streamed) or not {"logits", "predictions"}.isdisjoint(self._sources)
-        self.first_exit = policy.fixed_depth or 1  # the loop before which nobody exits
+        self.first_exit = followed.fixed_depth or 1  # the loop before which nobody exits, so that nobody is asked
         self.rows: Integers = np.empty(0, dtype=np.int64)  # [n] who is asked, by numbers of the caller's
 
     def admit(self, rows: Integers) -> None:
@@ -83,6 +85,11 @@ class ExitDecision:
         if self._streamed is not None:
             assert isinstance(logits, Tensor)
             computed = self._streamed.values(self.rows, loops, logits)
+        return self._decide(loops, computed, logits, pooled)
+
+    def _decide(
+        self, loops: Integers, computed: dict[str, Array], logits: Tensor | Array | None, pooled: Callable[[], Tensor]
+    ) -> NDArray[np.bool_]:
         states = None if {"hidden", "gate_logits"}.isdisjoint(self._sources) else pooled()
         now = {source: self._read(source, logits, states) for source in self._sources}
         return self._state.stops(loops, now, computed)
@@ -100,6 +107,46 @@ class ExitDecision:
         if halt_logits is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
         return check_finite(to_host(halt_logits), "halt logits")
+
+
+class DecisionRows(NamedTuple):
+    """The rows of a decision, and what they have come to."""
+
+    decision: ExitDecision
+    loops: Integers  # [n]
+    logits: Tensor  # [n, V]
+    pooled: Callable[[], Tensor]  # [n, D]
+
+
+def exits_and_answers(readers: Sequence[DecisionRows], logits: Tensor) -> tuple[list[NDArray[np.bool_]], Integers]:
+    """For each of these [n] which of its rows exit, and the likeliest class by all `logits` [N, V].
+
+    Signals and classes leave the device together: the host waits once.
+    """
+    if not len(logits):
+        return [np.empty(0, dtype=bool)] * len(readers), np.empty(0, dtype=np.int64)
+    tables = [
+        None if decision._streamed is None or not len(loops) else decision._streamed.table(decision.rows, loops, own)
+        for decision, loops, own, _ in readers
+    ]
+    parts = [likeliest_classes(logits).to(accumulator(logits.device))]
+    parts += [table.flatten() for table in tables if table is not None]
+    fetched = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
+    first, exits = len(logits), []
+    for table, (decision, loops, own, pooled) in zip(tables, readers, strict=True):
+        if table is None or decision._streamed is None:
+            exits.append(decision.exits(loops, own, pooled))
+        else:
+            values = fetched[first : first + table.numel()].reshape(table.shape)
+            exits.append(decision._decide(loops, decision._streamed.by_name(values, loops), own, pooled))
+            first += table.numel()
+    return exits, fetched[: len(logits)].astype(np.int64)
+
+
+def _never_exits(policy: ExitPolicy) -> bool:
+    """Whether no value meets the threshold: then nothing is computed to compare with it."""
+    above = required_readout(policy.readout).exits == "above"
+    return policy.threshold is not None and (policy.threshold if above else -policy.threshold) >= NEVER
 
 
 def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: Scope) -> None:
@@ -233,6 +280,10 @@ class StreamedSignals:
 
     def values(self, rows: Integers, loops: Integers, logits: Tensor) -> dict[str, NDArray[np.float64]]:
         """[n] each signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
+        return self.by_name(self.table(rows, loops, logits).cpu().numpy(), loops)
+
+    def table(self, rows: Integers, loops: Integers, logits: Tensor) -> Tensor:
+        """[signals, n] of these rows, which say logits [n, V] at this loop [n] of theirs; still on the device."""
         index, parts = upload(rows, logits.device), []
         kept = self._allocated(int(rows.max()) + 1, logits) if self._looks_back else None
         for part in _rows(logits):
@@ -240,12 +291,16 @@ class StreamedSignals:
             found, stats = logit_statistics(self._names, logits[part], previous)
             parts.append(torch.stack([found[name].to(stats.peak) for name in self._names]))
             if "settling" in self._names:  # what the row said before was another token
-                first = torch.from_numpy(loops[part] == 1).to(logits.device)
+                first = upload(loops[part] == 1, logits.device)
                 stats = stats._replace(step=stats.step.masked_fill(first, torch.nan))
             for each, new in zip(kept or (), stats, strict=False):
                 each.index_copy_(0, index[part], new)
-        table = torch.cat(parts, dim=1).cpu().numpy().astype(np.float64)
-        return {name: _from_its_first(name, values, loops) for name, values in zip(self._names, table, strict=True)}
+        return torch.cat(parts, dim=1)
+
+    def by_name(self, table: Array, loops: Integers) -> dict[str, NDArray[np.float64]]:
+        """[n] each signal, of a table that was fetched."""
+        values = zip(self._names, table.astype(np.float64), strict=True)
+        return {name: _from_its_first(name, row, loops) for name, row in values}
 
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
         if self._previous is None:

@@ -1,29 +1,26 @@
 """How is text generated at adaptive depth? Prompts in, tokens out as they are ready, with the loops that each took.
 
-`lossless` text is full depth's: a token that a policy lets exit early is a draft, from which the text goes on, and
-which full depth looks at later, several tokens at once. The drafts' own states are where that begins, so that none of
-their work is done twice; the first that full depth would not have said takes back what follows it.
+`lossless` text is full depth's, and a wavefront over depth writes it (`wavefront.py`): a token that a policy lets exit
+early is a draft, from which the text goes on, and which full depth confirms or takes back.
 
 Shapes: V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from loopscope.engine.decoder import CACHE_MODES, Decoder, Exits
-from loopscope.engine.draft_length import DraftLength
-from loopscope.engine.exit_decision import Integers, check_policy
+from loopscope.engine.decoder import CACHE_MODES, Decoder
+from loopscope.engine.exit_decision import Integers, check_answers, check_policy
 from loopscope.engine.requests import check_tokens, require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, verify, verify_greedy
+from loopscope.engine.sampling import Sampling, draw_tokens
+from loopscope.engine.wavefront import ConfirmedToken, Wavefront
 from loopscope.errors import UserError
 from loopscope.exit_state import check_drafts
-from loopscope.models.device import upload
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.packing import count_up
 from loopscope.models.tokenizer import Detokenizer, decode
 from loopscope.policy import ExitPolicy
 from loopscope.scope import CacheMode, Scope
@@ -49,10 +46,10 @@ class Token:
 
     key: Any
     token: int
-    loops: int  # that it took until it was said
+    loops: int  # that it took until it was said; in lossless text all
     finish_reason: FinishReason | None  # why this is the last one
     logits: Tensor | None  # [V], where they were asked for
-    accepted: bool = False  # of lossless text: a draft, said after `loops` of them, that full depth confirmed
+    accepted: bool = False  # of lossless text: a draft that full depth confirmed
     taken_back: int = 0  # drafts that this token stands in the place of, or that came after it
 
 
@@ -69,13 +66,13 @@ class GenerationStats:
     drafting_cost: float = 0.0  # of lossless text: what it took by estimate, in tokens at full depth
     cache_bytes: int = 0
 
-    def count(self, token: Token, decoder: Decoder) -> None:
+    def count(self, token: Token, texts: "_ExitingTexts | Wavefront") -> None:
         self.tokens += 1
         self.loops += token.loops
         self.accepted += token.accepted
         self.drafted += token.accepted + token.taken_back
-        self.token_loops, self.prompt_loops = decoder.token_loops, decoder.prompt_loops
-        self.cache_bytes = decoder.cache_bytes
+        self.token_loops, self.prompt_loops = texts.token_loops, texts.prompt_loops
+        self.drafting_cost, self.cache_bytes = texts.cost, texts.cache_bytes
 
 
 @dataclass(eq=False)
@@ -129,7 +126,7 @@ def stream(
     With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
     which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
-    other may be said.
+    other may be found.
     """
     if min(max_new_tokens, batch_size) < 1:
         raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
@@ -161,54 +158,48 @@ def stream(
         for prompt in prompts:  # before the first token, not when its turn comes
             policy_of(prompt)
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
-    stats = stats or GenerationStats()
-    texts = _RunningTexts(model, Decoder(model, batch_size, cache, lossless), stop, sampling or Sampling(), lossless)
+    stats, sampling = stats or GenerationStats(), sampling or Sampling()
+    texts: _ExitingTexts | Wavefront
+    if lossless:
+        texts = Wavefront(model, batch_size, stop, sampling)
+    else:
+        texts = _ExitingTexts(model, batch_size, cache, sampling)
+    running: dict[int, _Text] = {}
     waiting = enumerate(prompts)
     while True:
-        for row in sorted(set(range(batch_size)) - set(texts.rows)):
+        for row in sorted(set(range(batch_size)) - set(running)):
             if (following := next(waiting, None)) is None:
                 break
-            number, prompt = following
-            texts.begin(row, prompt, policy_of(prompt), max_new_tokens, number)
-        if not texts.rows:
+            place, prompt = following
+            policy_here, budget = policy_of(prompt), token_budget(model, prompt, max_new_tokens)
+            number = place if prompt.number is None else prompt.number
+            running[row] = text = _Text(prompt, budget)
+            texts.begin(row, as_token_row(prompt.tokens, "A prompt"), policy_here, budget, number)
+            if isinstance(texts, _ExitingTexts) and prompt.forced is not None:
+                texts.force(row, as_token_row(prompt.forced, "What is forced after a prompt"))
+        if not running:
             return
-        for decoded in texts.step():
-            stats.drafting_cost += decoded.cost
-            text = texts.rows[decoded.row]
-            for place, token in enumerate(decoded.tokens):
-                finish_reason = text.add(token, stop)
-                if stopping_criterion is not None and stopping_criterion(text.prompt.key, token):
-                    finish_reason = "stop"
-                accepted = place + 1 < len(decoded.tokens)
-                last = finish_reason is not None or not accepted
-                taken_back = decoded.drafted - min(place + 1, len(decoded.tokens) - 1) if last else 0
-                logits = decoded.logits[place] if with_logits else None
-                made = Token(text.prompt.key, token, decoded.loops[place], finish_reason, logits, accepted, taken_back)
-                stats.count(made, texts.decoder)
-                yield made
-                if finish_reason is not None:
-                    del texts.rows[decoded.row]
-                    break
-        texts.go_on()
+        for found in texts.advance():
+            text = running[found.row]
+            finish_reason = text.add(found.token, stop)
+            if stopping_criterion is not None and stopping_criterion(text.prompt.key, found.token):
+                finish_reason = "stop"
+            taken_back = found.taken_back
+            if finish_reason is not None:
+                taken_back += texts.end(found.row)
+                del running[found.row]
+            logits = found.logits if with_logits else None
+            made = Token(text.prompt.key, found.token, found.loops, finish_reason, logits, found.accepted, taken_back)
+            stats.count(made, texts)
+            yield made
 
 
 class _Text:
     """A prompt that is being continued."""
 
-    def __init__(self, prompt: Prompt, token_budget: int, draws: np.random.Generator) -> None:
-        self.prompt, self.token_budget, self.draws = prompt, token_budget, draws
+    def __init__(self, prompt: Prompt, token_budget: int) -> None:
+        self.prompt, self.token_budget = prompt, token_budget
         self.generated = 0
-        self.drafts: list[Draft] = []  # after what full depth has confirmed
-        self.draft_length: DraftLength | None = None
-        self.checked_until = 0  # the last loop after which the token that is running may exit
-
-    def next_ask_until(self) -> int:
-        """Up to which loop the next token may be said early; 0, not at all: the last one that there is room for."""
-        assert self.draft_length is not None
-        drafted = len(self.drafts) + 1
-        may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
-        self.checked_until = self.draft_length.ask_until if may_exit else 0
-        return self.checked_until
 
     def add(self, token: int, stop: Collection[int]) -> FinishReason | None:
         self.generated += 1
@@ -217,114 +208,50 @@ class _Text:
         return "length" if self.generated == self.token_budget else None
 
 
-class _Decoded(NamedTuple):
-    """What a row has to say at once: drafts that stand, and one token after them."""
+class _ExitingTexts(Decoder):
+    """Rows of text whose tokens are said as they exit."""
 
-    row: int
-    tokens: list[int]
-    loops: list[int]
-    logits: Tensor  # [at least as many, V]
-    drafted: int  # since it last said something
-    cost: float  # of drafting, in tokens at full depth
+    cost = 0.0
 
+    def __init__(self, model: LoopedModel, rows: int, cache: CacheMode, sampling: Sampling) -> None:
+        super().__init__(model, rows, cache)
+        self._sampling = sampling
+        self._draws: dict[int, np.random.Generator] = {}
+        self._forced: dict[int, Iterator[int]] = {}
+        self._next: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
 
-class _RunningTexts:
-    """The texts that are being written, by the row of the decoder that they have."""
+    def begin(self, row: int, tokens: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
+        """A row begins with a prompt; `number` is that of its random numbers."""
+        self.prefill(row, tokens, policy, budget)
+        self._draws[row] = np.random.Generator(np.random.Philox(key=[self._sampling.seed, number]))
+        self._forced[row] = iter(())
 
-    def __init__(
-        self, model: LoopedModel, decoder: Decoder, stop: Collection[int], sampling: Sampling, lossless: bool
-    ) -> None:
-        self._model, self.decoder, self._stop, self._sampling, self._lossless = model, decoder, stop, sampling, lossless
-        self.rows: dict[int, _Text] = {}
-        self._decoded: list[_Decoded] = []
+    def force(self, row: int, tokens: Integers) -> None:
+        """A row says these tokens, whatever the model would say."""
+        self._forced[row] = iter(tokens.tolist())
 
-    def begin(self, row: int, prompt: Prompt, policy: ExitPolicy, max_new_tokens: int, number: int) -> None:
-        """A prompt takes a row; `number` is that of its random numbers, unless it has its own."""
-        budget = token_budget(self._model, prompt, max_new_tokens)
-        number = number if prompt.number is None else prompt.number
-        text = _Text(prompt, budget, np.random.Generator(np.random.Philox(key=[self._sampling.seed, number])))
-        self.rows[row] = text
-        tokens = as_token_row(prompt.tokens, "A prompt")
-        decision = self.decoder.prefill(row, tokens, policy, ask=not self._lossless)
-        if self._lossless:
-            text.draft_length = DraftLength(self._model, decision.reads_logits, decision.first_exit)
+    def end(self, row: int) -> int:
+        """A row is finished, and has left no drafts."""
+        del self._next[row]
+        return 0
 
-    def step(self) -> list[_Decoded]:
-        """One loop of every row; what rows say whose token exits (in lossless text: at full depth)."""
-        self._decoded = []
-        exits = self.decoder.step()
-        if not len(exits.rows):
-            return []
-        require_vocabulary(self._model, exits.logits)
-        exits = exits._replace(logits=exits.logits.float())
-        starts = exits.counts.cumsum() - exits.counts
-        chosen = greedy_tokens(exits.logits) if self._sampling.temperature == 0 else None  # fetched once for all
-        final = exits.loops == self._model.num_loops if self._lossless else np.ones(len(exits.rows), dtype=bool)
-        if not final.all():
-            self._draft(exits, chosen, starts, np.flatnonzero(~final))
-        if final.any():
-            self._confirm(exits, chosen, starts, np.flatnonzero(final))
-        return self._decoded
-
-    def go_on(self) -> None:
-        """The rows that have just said something, and are not finished, go on with their last token."""
-        going_on = [decoded for decoded in self._decoded if decoded.row in self.rows]
-        if not going_on:
-            return
-        rows = [decoded.row for decoded in going_on]
-        ask_until = [self.rows[row].next_ask_until() for row in rows] if self._lossless else None
-        self.decoder.append(rows, [decoded.tokens[-1] for decoded in going_on], ask_until)
-
-    def _confirm(self, exits: Exits, chosen: list[int] | None, starts: Integers, final: Integers) -> None:
-        """What these rows say: the drafts that full depth confirms, and the token after them."""
-        rows, loops = exits.rows[final].tolist(), exits.loops[final].tolist()
-        texts = [self.rows[row] for row in rows]
-        drafts = [text.drafts for text in texts]
-        places = count_up(starts[final], exits.counts[final])
-        if chosen is not None:
-            verdicts = verify_greedy([chosen[place] for place in places.tolist()], drafts)
+    def advance(self) -> list[ConfirmedToken]:
+        """One loop of every row, after those that have said something go on; the tokens that exit."""
+        if self._next:
+            self.append([*self._next], [*self._next.values()])
+        exits = self.step()
+        if len(exits.rows):
+            require_vocabulary(self._model, exits.logits)
+        logits, rows = exits.logits.float(), exits.rows.tolist()
+        if self._sampling.temperature == 0:
+            tokens = check_answers(exits.likeliest).tolist()
         else:
-            logits = exits.logits.index_select(0, upload(places, exits.logits.device))
-            verdicts = verify(logits, drafts, [text.draws for text in texts], self._sampling)
-        for row, loop, text, start, (stood, token) in zip(
-            rows, loops, texts, starts[final].tolist(), verdicts, strict=True
-        ):
-            kept, drafted, cost = text.drafts[:stood], len(text.drafts), 0.0
-            if text.draft_length is not None:
-                cost = text.draft_length.update(text.drafts, stood, text.checked_until)
-            if stood < drafted:
-                self.decoder.take_back(row, len(text.prompt.tokens) + text.generated + stood)
-            if text.prompt.forced is not None:
-                token = int(text.prompt.forced[text.generated])
-            tokens, all_loops = [draft.token for draft in kept], [draft.loops for draft in kept]
-            self._decoded.append(
-                _Decoded(row, [*tokens, token], [*all_loops, loop], exits.logits[start:], drafted, cost)
-            )
-            text.drafts = []
-
-    def _draft(self, exits: Exits, chosen: list[int] | None, starts: Integers, early: Integers) -> None:
-        """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once.
-
-        Not of what was drawn: rejection sampling has the right probabilities only if every draft is put to it.
-        """
-        rows, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
-        if chosen is not None:
-            tokens = [chosen[place] for place in starts[early].tolist()]
-            drafts = [Draft(token, loop, None) for token, loop in zip(tokens, loops, strict=True)]
-        else:
-            logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
-            drafts = draw_drafts(logits, loops, [self.rows[row].draws for row in rows], self._sampling)
-        going_on = []
-        for row, draft in zip(rows, drafts, strict=True):
-            text = self.rows[row]
-            if draft.token in self._stop and draft.shares is None:
-                self.decoder.deepen(row)
-                text.checked_until = 0  # it did exit
-                continue
-            text.drafts.append(draft)
-            going_on.append((row, draft.token, text.next_ask_until()))
-        if going_on:
-            self.decoder.append(*zip(*going_on, strict=True))
+            tokens = draw_tokens(logits, [self._draws[row] for row in rows], self._sampling)
+        self._next = {row: next(self._forced[row], token) for row, token in zip(rows, tokens, strict=True)}
+        return [
+            ConfirmedToken(row, self._next[row], loops, own_logits, False, 0)
+            for row, loops, own_logits in zip(rows, exits.loops.tolist(), logits, strict=True)
+        ]
 
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:

@@ -1,21 +1,19 @@
-"""Which token comes next? The likeliest, or one that is drawn; and a draft, checked against what full depth says.
+"""Which token comes next? The likeliest, or one that is drawn.
 
-A draft that was drawn from the shares q of an early loop is kept with probability min(1, p / q), where p is its share
-at full depth; in place of one that is not, a token is drawn from what p has more than q. What is said then has the
-shares of full depth, whatever the drafts were (Leviathan et al., 2023).
+A draft of lossless text is drawn as full depth draws: by a race in which every token has a time of its own, the same at
+every loop. So a draft stands if both loops see the same token win, and the text is full depth's whatever was drafted.
 
 Shapes: n rows, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.engine.exit_decision import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.engine.exit_decision import NO_ANSWER, check_answers
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 
@@ -37,81 +35,32 @@ class Sampling:
             raise UserError("temperature, top_k and seed lie between 0 and 2**63, and top_p above 0 and up to 1.")
 
 
-def greedy_tokens(logits: Tensor) -> list[int]:
-    """The likeliest token of every row of logits [n, V]."""
-    return _fetched(likeliest_classes(logits))
-
-
-class Draft(NamedTuple):
-    """A token that was said at an early loop; where it was drawn, with the shares that it was drawn from."""
-
-    token: int
-    loops: int
-    shares: Tensor | None  # [V], by token
-
-
-def draw_drafts(
-    logits: Tensor, loops: Sequence[int], draws: Sequence[np.random.Generator], sampling: Sampling
-) -> list[Draft]:
-    """What every row says at this loop of its own, where it is drawn."""
+def draw_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
+    """A token of every row of logits [n, V], drawn with one number of the row's own."""
     shares = _shares(logits, sampling)
-    tokens = _drawn_tokens(shares, draws)
-    return [Draft(*draft) for draft in zip(tokens, loops, shares, strict=True)]
+    drawn = upload(torch.tensor([own.random() for own in draws], dtype=shares.dtype), shares.device)
+    summed = shares.cumsum(-1)
+    reached = summed > drawn[:, None] * summed[:, -1:]
+    tokens = torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
+    return _fetched(tokens.masked_fill(~summed[:, -1].isfinite(), NO_ANSWER))
 
 
-def verify_greedy(chosen: Sequence[int], drafts: Sequence[Sequence[Draft]]) -> list[tuple[int, int]]:
-    """As `verify`, of the likeliest tokens by the same logits."""
-    found, start = [], 0
-    for own in drafts:
-        stood = next((place for place, each in enumerate(own) if each.token != chosen[start + place]), len(own))
-        found.append((stood, chosen[start + stood]))
-        start += len(own) + 1
-    return found
+def race_times(sampling: Sampling, number: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
+    """[V] by which the next token after a position of a prompt's text is drawn, whatever was drawn elsewhere."""
+    bits = np.random.Philox(key=[sampling.seed, number], counter=[0, 0, 0, 1 + position])
+    times = torch.from_numpy(np.random.Generator(bits).standard_exponential(vocab_size))
+    return upload(times.to(accumulator(device)), device)
 
 
-def verify(
-    logits: Tensor, drafts: Sequence[Sequence[Draft]], draws: Sequence[np.random.Generator], sampling: Sampling
-) -> list[tuple[int, int]]:
-    """For every row how many of its drafts, which were drawn, stand, and the token after those.
+def race(logits: Tensor, times: Tensor, sampling: Sampling) -> list[int]:
+    """The token of every row of logits [n, V] that is first: each takes its exponential time [n, V] by its share.
 
-    `logits` [sum over rows of (drafts + 1), V] are full depth's where each draft was said, and after the last of them.
+    The first is a token with the probability of its share. With the same times, shares that are nearly the same have
+    nearly always the same one.
     """
-    ends = np.cumsum([len(own) + 1 for own in drafts])
-    starts = [int(end) - len(own) - 1 for own, end in zip(drafts, ends, strict=True)]
-    full = _shares(logits, sampling)
-    kept = _kept_drafts(full, drafts, starts, draws)
-    rows = upload(np.array(starts) + np.array(kept), logits.device)
-    left = full.index_select(0, rows)
-    for place, (count, own) in enumerate(zip(kept, drafts, strict=True)):
-        if count < len(own):
-            refused = own[count].shares
-            assert refused is not None
-            more = (left[place] - refused).clamp_(min=0)
-            left[place] = torch.where(more.sum() > 0, more, left[place])  # 0: they differ by rounding alone
-    return list(zip(kept, _drawn_tokens(left, draws), strict=True))
-
-
-def _kept_drafts(
-    full: Tensor, drafts: Sequence[Sequence[Draft]], starts: Sequence[int], draws: Sequence[np.random.Generator]
-) -> list[int]:
-    """How many drafts of every row stand before the first that does not."""
-    drafted = [each for own in drafts for each in own]
-    if not drafted:
-        return [0] * len(drafts)
-    rows = np.concatenate([start + np.arange(len(own)) for own, start in zip(drafts, starts, strict=True)])
-    chosen = upload(np.array([each.token for each in drafted]), full.device)
-    early = torch.stack([each.shares for each in drafted if each.shares is not None])
-    there = full.index_select(0, upload(rows, full.device))
-    both = torch.stack([shares.gather(1, chosen[:, None])[:, 0] for shares in (there, early)]).cpu().numpy()
-    kept, first = [], 0
-    for own, own_draws in zip(drafts, draws, strict=True):
-        part = both[:, first : first + len(own)]
-        count = 0
-        while count < len(own) and own_draws.random() * part[1, count] < part[0, count]:
-            count += 1
-        kept.append(count)
-        first += len(own)
-    return kept
+    shares = _shares(logits, sampling)
+    first = (shares / times).argmax(-1)
+    return _fetched(first.masked_fill(~shares.sum(-1).isfinite(), NO_ANSWER))
 
 
 def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -140,15 +89,6 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     above = ~(logits <= least)  # a NaN, too, which shows in the shares then
     equal = logits == least
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-
-
-def _drawn_tokens(shares: Tensor, draws: Sequence[np.random.Generator]) -> list[int]:
-    """A token of every row of shares [n, V], which need not sum to 1."""
-    drawn = upload(torch.tensor([own.random() for own in draws], dtype=shares.dtype), shares.device)
-    summed = shares.cumsum(-1)
-    reached = summed > drawn[:, None] * summed[:, -1:]
-    tokens = torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
-    return _fetched(tokens.masked_fill(~summed[:, -1].isfinite(), NO_ANSWER))
 
 
 def _fetched(tokens: Tensor) -> list[int]:

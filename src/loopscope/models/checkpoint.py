@@ -39,6 +39,7 @@ from loopscope.models.custom_model import custom_model
 from loopscope.models.decoder_layers import NetworkConfig
 from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
+from loopscope.models.linear import pack_weights
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import Ouro, OuroConfig
@@ -55,12 +56,19 @@ NETWORKS: dict[str, tuple[type[NetworkConfig], Callable[[Any], LoopedModel]]] = 
 
 
 def load_model(
-    source: str | Path, device: str | torch.device = "cpu", dtype: str | None = None, revision: str | None = None
+    source: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    revision: str | None = None,
+    pack: bool = True,
 ) -> LoopedModel:
     """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
 
     Every tensor is read once and straight to its place, so the weights are never in memory twice. LoopScope rejects
     weights that are not finite, and files of a run trained here that were altered since.
+
+    On a CPU, large matrices are packed for few tokens where a measurement says that this is faster
+    (`models/linear.py`): such a model answers, and cannot be trained. With `pack=False` they stay as they are.
     """
     if dtype is not None:
         check_known(dtype, DTYPES, "precision")
@@ -72,6 +80,8 @@ def load_model(
     model.to(device)  # what no file holds: constants that a class of the user's has made
     model.eval().requires_grad_(False)
     model.identify_by(partial(stored_sha256, path.resolve()))
+    if pack:
+        pack_weights(model)
     return model
 
 

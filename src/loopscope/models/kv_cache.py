@@ -8,18 +8,22 @@ Shapes: L loops that the cache has room for, R its rows, C tokens it has room fo
 its rows, H heads, K head width, D width.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 Integers = NDArray[np.int64]
 CAPACITY_STEP = 64
 """Rows are made longer by multiples of this."""
+MAX_RESERVED = 4096
+"""Tokens after a prompt for which room is made at once."""
 
 
 class KeysValues(NamedTuple):
@@ -50,11 +54,15 @@ class KVCache:
     capacity: int
     latest_only: bool = False
     most_loops: int = 1  # that it will be asked for, as far as one knows
+    _filled: int = field(default=0, init=False)  # tokens that some row may have, of those there is room for
     _numbers: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
     _views: dict[tuple[str, bool, int | None], _LoopViews] = field(default_factory=dict, init=False)  # parts of those
     _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
-    _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
+    _states: dict[str, Tensor] = field(default_factory=dict, init=False)  # [loops, R, C, D], from loop 0 on
+
+    def __post_init__(self) -> None:
+        self._filled = self.capacity
 
     def number(self, loop: int) -> int:
         return 0 if self.latest_only or not loop else self._numbers.setdefault(loop, len(self._numbers))
@@ -86,15 +94,22 @@ class KVCache:
         copies = (stored.transpose(1, 2).index_select(0, chosen) for stored in (keys, values))  # whole tokens at a time
         return KeysValues(*(copy.transpose(1, 2) for copy in copies))
 
-    def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
-        """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
-        if (name, loop) not in self._states:
-            self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
-        self._states[name, loop].flatten(0, 1).index_copy_(0, indices, states)
+    def write_states(self, name: str, deepest: int, indices: Tensor, states: Tensor) -> None:
+        """States [P, D] of tokens, from which their next loop can begin later, after loops up to the `deepest`.
 
-    def read_states(self, name: str, loop: int, indices: Tensor) -> Tensor:
+        Each lies at (loop times rows plus row) times capacity plus position.
+        """
+        there = self._states.get(name)
+        if there is None or len(there) <= deepest:
+            before = states.new_empty((0, self.rows, self.capacity, states.shape[1])) if there is None else there
+            loops = min(max(deepest + 1, 2 * len(before)), self.most_loops + 1) if deepest else 1
+            self._states[name] = there = self._grown(before, loops)
+        there.view(-1, there.shape[-1]).index_copy_(0, indices, states)
+
+    def read_states(self, name: str, indices: Tensor) -> Tensor:
         """[P, D]"""
-        return self._states[name, loop].flatten(0, 1).index_select(0, indices)
+        there = self._states[name]
+        return there.view(-1, there.shape[-1]).index_select(0, indices)
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
@@ -106,18 +121,27 @@ class KVCache:
                 for at in deeper:
                     self.write(layer, at, indices, keys, values)
 
-    def grow(self, capacity: int, rows: int = 0) -> None:
-        """Makes room for longer rows, or for more of them."""
-        if capacity <= self.capacity and rows <= self.rows:
-            return
-        self.rows = max(rows, self.rows)
+    def grow(self, tokens: int, rows: int = 0, reserve: int = 0) -> None:
+        """Makes room for longer rows, or for more of them.
+
+        With `reserve`, room for so many tokens is made at once: what is there is then not copied again, and on a CPU
+        memory is taken as it fills, page by page.
+        """
+        room = max(tokens, min(reserve, tokens + MAX_RESERVED))
+        if tokens > self.capacity:
+            room = max(room, self.capacity * 5 // 4)
+        if room > self.capacity or rows > self.rows:
+            self.capacity = max(self.capacity, -(-room // CAPACITY_STEP) * CAPACITY_STEP)
+            self.rows = max(rows, self.rows)
+            self._make_room()
+        self._filled = max(self._filled, tokens)
+
+    def _make_room(self) -> None:
         self._views.clear()
-        if capacity > self.capacity:
-            self.capacity = -(-max(capacity, self.capacity * 5 // 4) // CAPACITY_STEP) * CAPACITY_STEP
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
             self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
         for name, states in self._states.items():
-            self._states[name] = self._grown(states[None], 1)[0]
+            self._states[name] = self._grown(states, len(states))
 
     def take(self, rows: Tensor) -> None:
         """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
@@ -126,7 +150,7 @@ class KVCache:
         for key, found in self._keys_values.items():
             self._keys_values[key] = KeysValues(*(stored.index_select(1, rows.to(stored.device)) for stored in found))
         for name, states in self._states.items():
-            self._states[name] = states.index_select(0, rows.to(states.device))
+            self._states[name] = states.index_select(1, rows.to(states.device))
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +174,7 @@ class KVCache:
         if key not in self._keys_values:
             self._firsts[key] = at.first
             shapes = ((end - at.first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
-            self._keys_values[key] = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
+            self._keys_values[key] = KeysValues(*(_untouched_zeros(shape, keys) for shape in shapes))
             return
         found = self._keys_values[key]
         before = max(0, self._firsts[key] - at.first)
@@ -163,9 +187,18 @@ class KVCache:
 
     def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
         """The same in a larger tensor, with room for so many loops before what there is."""
-        grown = stored.new_zeros((loops, self.rows, self.capacity, *stored.shape[3:]))
-        grown[before : before + len(stored), : stored.shape[1], : stored.shape[2]] = stored
+        grown = _untouched_zeros((loops, self.rows, self.capacity, *stored.shape[3:]), stored)
+        filled = stored[:, :, : self._filled]
+        grown[before : before + len(stored), : filled.shape[1], : filled.shape[2]] = filled
         return grown
+
+
+def _untouched_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros on the device and in the precision of another tensor; on a CPU memory that nobody has written to yet."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    untouched = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
+    return torch.from_numpy(untouched).view(like.dtype).view(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ Shapes: B rows, M tokens of the longest row, P tokens of all rows, S their state
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
@@ -140,7 +140,7 @@ class LoopedModel(nn.Module):
         the network follows from a configuration, too, the hash of that comes after it (`loopscope.model_identity`).
         """
         if not self.is_identified:
-            self.identify_by(lambda: tensors_sha256(self.state_dict()))
+            self.identify_by(lambda: tensors_sha256(self._stored_tensors()))
         assert self._identity is not None
         fingerprint, known = self._identity
         if not isinstance(known, str):
@@ -172,11 +172,18 @@ class LoopedModel(nn.Module):
         PyTorch's own counts of changes miss a fused optimizer's.
         """
         fingerprint: list[Any] = []
-        for name, tensor in self.state_dict().items():
+        for name, tensor in self._stored_tensors():
             bits = tensor.detach().flatten().view(_BITS[tensor.element_size()])
             some = bits[:: max(1, len(bits) // SAMPLED_WEIGHTS)]
             fingerprint.append((name, tensor.dtype, tensor.shape, int(bits.sum(dtype=torch.int64)), some.tolist()))
         return fingerprint
+
+    def _stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `state_dict` has, in its order, module by module: packed weights are not all plain at a time."""
+        for name, module in self.named_modules(remove_duplicate=False):
+            held: dict[str, Tensor] = {}
+            module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
+            yield from held.items()
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -357,10 +364,10 @@ _LACKING = {
 }
 
 
-def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The hash of tensors, with their names, in this order; large models take a while."""
     sha256 = hashlib.sha256()
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return sha256.hexdigest()

@@ -274,7 +274,7 @@ class ContinuedRun(TextRun):
         return self.describe_texts()
 
     def initial_model(self) -> LoopedModel:
-        model = load_model(self.start, dtype="float32").train().requires_grad_(True)
+        model = load_model(self.start, dtype="float32", pack=False).train().requires_grad_(True)
         if self.settings.adapters is not None:
             add_adapters(model, self.settings.adapters.rank, self.settings.adapters.alpha, self.settings.training.seed)
         return model
@@ -286,7 +286,7 @@ class ContinuedRun(TextRun):
         if self.teacher is None:
             return TokenLosses(model)
         device, loops = next(model.parameters()).device, self.settings.teacher_loops
-        teacher = load_model(self.teacher, device, dtype="float32")
+        teacher = load_model(self.teacher, device, dtype="float32", pack=False)
 
         @torch.no_grad()
         def teacher_log_probs(tokens: Tensor) -> Tensor:

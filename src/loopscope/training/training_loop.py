@@ -469,7 +469,7 @@ def _read_state(folder: Path, with_tensors: bool) -> tuple[dict[str, str], dict[
 
 def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     """Of everything that a state says, whatever the order in its file."""
-    return digest([metadata, tensors_sha256(dict(sorted(tensors.items())))])
+    return digest([metadata, tensors_sha256(sorted(tensors.items()))])
 
 
 def _finite_weights(model: LoopedModel) -> dict[str, Tensor]:

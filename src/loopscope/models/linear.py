@@ -1,0 +1,199 @@
+"""How does a CPU multiply few tokens with a large matrix? Not as PyTorch does, which packs it again every time.
+
+Where a measurement on this machine says that it is faster, `pack_weights` puts every large matrix into the order in
+which oneDNN reads it, once and in place of the plain one. Up to about eight tokens then take little longer than one.
+A packed model answers and nothing else: it is saved, hashed and copied as the plain one, and training refuses it.
+
+Other matrices stay as they are, and their products are turned round for few tokens.
+
+Shapes: M tokens, K inputs, N outputs.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscope.errors import UserError
+
+MAX_TURNED = 64
+"""Tokens up to which the product the other way round was measured and, but for small matrices, faster:
+docs/decisions.md says where."""
+MAX_TURNED_ON_ONE_THREAD = 3
+MIN_WIDE = 1024
+"""Inputs from which on sixteen columns take less time than six to eight, of a matrix that is not much taller; from
+twice as many on, one thread is faster at a product with a vector."""
+MIN_PACKED = 1 << 18
+"""Numbers of a matrix from which on packing is tried."""
+MAX_PACKED_SHARE = 0.95
+"""A matrix is packed if its products then take at most this share of their time."""
+_PACKED_FOR = 8
+_FEWEST, MIN_FILLED_UP = 4, 1 << 20
+"""Tokens that one and two are filled up to: the library's own way with those takes up to 1.4 times as long, of matrices
+of at least so many numbers, which are read from memory."""
+_MEASURED_TOKENS = (1, 4, 8)
+_TURNS = 4
+_multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+_faster: dict[tuple[Any, ...], bool] = {}
+"""What was measured in this process, by shape, precision and number of threads."""
+
+
+class Linear(nn.Linear):
+    """nn.Linear, also for few tokens on a CPU; in training, and where it is compiled, just that.
+
+    A linear layer of PyTorch computes x W^T. For one token that is a product with a vector, which the library's kernel
+    runs on one thread; for two to about a dozen it packs the whole matrix first, every time, which takes longer than to
+    read it. The product W x^T of at least two columns does neither. It is the same sum of the same products up to
+    rounding. Some numbers of columns take up to twice as long as the next multiple of eight, so tokens are filled up to
+    that. Of packed weights there is one product for all numbers of tokens.
+    """
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight.is_mkldnn
+
+    def pack(self) -> None:
+        """Put the weights into the order in which oneDNN reads them, in place of the plain matrix."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKED_FOR)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def unpack(self) -> None:
+        """Put the plain matrix back, bit for bit."""
+        if self.is_packed:
+            self.weight = nn.Parameter(self.weight.to_dense(), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]"""
+        weight = self.weight
+        if weight.is_mkldnn:
+            return self._packed_product(input, weight)
+        if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled() or not self._few(input):
+            return super().forward(input)
+        columns = self._filled_up(input).t()
+        if self.bias is None:
+            product = torch.mm(self.weight, columns)
+        else:
+            product = torch.addmm(self.bias[:, None], self.weight, columns)
+        return product[:, : len(input)].t().contiguous()  # so that the next one can turn it round again
+
+    def train(self, mode: bool = True) -> "Linear":
+        """Reject training of packed weights: an optimizer would change what no product reads."""
+        if mode and self.is_packed:
+            raise _untrainable()
+        super().train(mode)
+        return self
+
+    def _packed_product(self, input: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+            raise _untrainable()
+        tokens = input.shape[0]
+        if tokens >= _FEWEST or input.dim() != 2 or weight.numel() < MIN_FILLED_UP:
+            if input.numel():
+                return _multiply(input, weight, self.bias, "none", [], "")
+            return input.new_empty((*input.shape[:-1], self.out_features))
+        return _multiply(F.pad(input, (0, 0, 0, _FEWEST - tokens)), weight, self.bias, "none", [], "")[:tokens]
+
+    def _filled_up(self, input: Tensor) -> Tensor:
+        """[.., K] with rows of anything after these, as many as make the product faster."""
+        tokens = len(input)
+        if tokens == 1:
+            return torch.cat((input, input))
+        if tokens > 8:
+            missing = -tokens % 8
+        else:
+            wide = self.in_features >= MIN_WIDE and self.out_features <= 4 * self.in_features
+            missing = 16 - tokens if tokens > 5 and wide else 0
+        return F.pad(input, (0, 0, 0, missing)) if missing else input.contiguous()
+
+    def _few(self, input: Tensor) -> bool:
+        """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
+        if input.dim() != 2 or input.device.type != "cpu" or not input.dtype == self.weight.dtype == torch.float32:
+            return False
+        if torch.get_num_threads() == 1:
+            return (1 if self.in_features < 2 * MIN_WIDE else 2) <= len(input) <= MAX_TURNED_ON_ONE_THREAD
+        return 0 < len(input) <= MAX_TURNED
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is of the plain matrix."""
+        state = dict(self.__dict__)
+        if self.is_packed:
+            state["_parameters"] = dict(state["_parameters"], weight=nn.Parameter(self.weight.to_dense(), False))
+        return state
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
+        """Another device or precision knows the plain matrix."""
+        self.unpack()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_packed:
+            destination[f"{prefix}weight"] = self.weight.to_dense()
+
+    def _load_from_state_dict(self, *given: Any, **options: Any) -> None:
+        self.unpack()
+        super()._load_from_state_dict(*given, **options)
+
+
+def _untrainable() -> UserError:
+    return UserError(
+        "The weights are packed for inference, and cannot be trained; load the model with load_model(..., pack=False)."
+    )
+
+
+@torch.no_grad()
+def pack_weights(model: nn.Module, measure: bool = True) -> int:
+    """Pack the matrices of linear layers on a CPU, in place, where that makes the products of few tokens faster.
+
+    A matrix that is also another's (a head tied to its embedding) stays as it is, since rows of it are read. Shapes are
+    measured once in a process. Without `measure`, all others are packed. Returns how many are.
+    """
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for layer in model.modules():
+        if isinstance(layer, Linear) and uses[id(layer.weight)] == 1 and _can_be_packed(layer.weight):
+            if not measure:
+                layer.pack()
+            elif layer.weight.numel() >= MIN_PACKED and not layer.training:
+                _pack_if_faster(layer)
+    return sum(isinstance(layer, Linear) and layer.is_packed for layer in model.modules())
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.is_mkldnn or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def _pack_if_faster(layer: Linear) -> None:
+    key = (*layer.weight.shape, layer.weight.dtype, torch.get_num_threads())
+    plain = layer.weight
+    if _faster.get(key, True):
+        layer.pack()
+    if key not in _faster:
+        _faster[key] = _time_share(layer, plain) <= MAX_PACKED_SHARE
+        if not _faster[key]:
+            layer.weight = plain
+
+
+def _time_share(layer: Linear, plain: Tensor) -> float:
+    """What the products of few tokens take with packed weights, by what they take with plain ones; least of turns."""
+    packed, shares = layer.weight, []
+    for tokens in _MEASURED_TOKENS:
+        given = torch.ones(tokens, layer.in_features, dtype=plain.dtype)
+        least = [float("inf"), float("inf")]
+        for _ in range(_TURNS + 1):
+            for place, weight in enumerate((packed, plain)):
+                layer.weight = weight
+                began = time.perf_counter()
+                layer(given)
+                least[place] = min(least[place], time.perf_counter() - began)
+        shares.append(least[0] / least[1])
+    layer.weight = packed
+    return sum(shares) / len(shares)
