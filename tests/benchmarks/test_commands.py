@@ -73,7 +73,7 @@ def test_growth_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for name, make in growth.STAGES.items():
         made = make(tmp_path, 1000, 3, 8)()
         assert name != "diagnose" or made.room_left is not None
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert (tmp_path / "report" / "report.html").is_file()
 
 
 def test_guarantees_are_measured_and_drawn(
