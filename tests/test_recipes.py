@@ -76,8 +76,8 @@ def test_both_linear_layers_are_timed_and_ours_is_put_back(monkeypatch: pytest.M
     monkeypatch.setattr(type(model), "step", lambda self, state: (used.append(Linear.forward), step(self, state))[1])
     found = recipe.by_tokens(model, Namespace(rounds=2))
     assert [each["tokens"] for each in found] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    assert all(len(each) == 5 and min(each.values()) > 0 for each in found)
-    assert used.count(ours) == len(used) // 2 == 3 * len(found)
+    assert all(len(each) == 7 and min(each.values()) > 0 for each in found)
+    assert used.count(ours) == 2 * len(used) // 3 == 6 * len(found)
     assert Linear.forward is ours
 
 

@@ -193,7 +193,7 @@ def by_tokens(model: LoopedModel, options: argparse.Namespace) -> list[dict[str,
                     taken = {"loop": between - start, "head": time.perf_counter() - between}
                 for what, seconds in taken.items() if turn else ():  # the first turn warms up
                     spent.setdefault((count, way, what), []).append(1e3 * seconds)
-    medians = {key: round(float(np.median(each)), 2) for key, each in spent.items()}
+    medians = {key: round(float(np.median(each)), 3) for key, each in spent.items()}
     return [
         {"tokens": count} | {f"{what}, {way}": medians[count, way, what] for what in ("loop", "head") for way in ways}
         for count in counts
