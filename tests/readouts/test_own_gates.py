@@ -67,6 +67,8 @@ def test_its_gate_is_halting_in_every_analysis(recording: ls.Trajectory, results
     names = available_readouts(recording)
     assert "halting" in names
     assert "gate" not in names
+    with pytest.raises(ls.UserError, match="use 'halting'"):
+        ls.ExitPolicy("gate", 0.5).exit_loops(recording)
     (model,) = results.models
     assert model.label == "linear gate by ACT, ponder cost 0.05"
     assert model.diagnosis.readout_gap is None or model.diagnosis.readout_gap.first == "halting"

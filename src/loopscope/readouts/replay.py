@@ -31,6 +31,8 @@ _RECORDED_ROUNDING = 1e-4
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
     """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    if name == "gate" and gate_readout(trajectory) == "halting":
+        raise UserError("The gate of this recording was trained with ACT, which exits by another rule; use 'halting'.")
     definition = find_readout(name)
     key = definition if definition is not None and not name.startswith(FITTED) else name
     if key not in trajectory.computed:
