@@ -129,7 +129,7 @@ def _gate(kind: str, name: str, fitted_to: str = "runs/mine") -> Callable[[World
     def make(world: World) -> None:
         world.make(fitted_to)
         steps = () if kind == "induction" else ("--steps", 20)
-        done("gate", "fit", fitted_to, "--kind", kind, "--out", f"gates/{name}", *steps)
+        done("fit", fitted_to, "--kind", kind, "--out", f"gates/{name}", *steps)
 
     return make
 

@@ -76,9 +76,9 @@ def _sealed(
 
 def recording(world: World, case: Case) -> str:
     commands = (
-        f"evaluate FOLDER {world.recordings['test']} --readout margin",
+        f"sweep FOLDER {world.recordings['test']} --readout margin",
         "calibrate FOLDER --max-drop 0.6 --confidence 0.5 --out OUT",
-        "gate fit FOLDER --steps 2 --out OUT",
+        "fit FOLDER --steps 2 --out OUT",
     )
     return _sealed(case, world.recordings, ls.Trajectory.load, "a recording", *commands)
 
@@ -91,7 +91,7 @@ def _sealed_again(case: Case, folder: Path, provenance: dict[str, Any] | None = 
     if (folder / "test" / EXAMPLES).is_file():
         write_manifest(folder / "test", RECORDING, RECORDING_SCHEMA, contents, sources, files)
     case.before = {}
-    command = case.rng.choice(("evaluate FOLDER --readout margin", "evaluate FOLDER", "compare FOLDER margin entropy"))
+    command = case.rng.choice(("sweep FOLDER --readout margin", "sweep FOLDER", "compare FOLDER margin entropy"))
     if case.rng.random() < 0.2:
         command = "report FOLDER --product headline --product exits --out OUT"
     case.command(*command.replace("FOLDER", str(folder)).replace("OUT", str(case.out)).split(), "--json")
@@ -138,7 +138,7 @@ def policy(world: World, case: Case) -> str:
     case.spoil(copied[0] if copied and case.rng.random() < 0.4 else path)
     loaded = held(ls.ExitPolicy.load(path))
     if case.rng.random() < 0.05:
-        case.command("evaluate", world.recordings["test"], "--policy", path, verdicts=(0, 1))
+        case.command("check", world.recordings["test"], "--policy", path, verdicts=(0, 1))
     if loaded == _original(ls.ExitPolicy.load, world.policies[name]):
         return "same"
     assert loaded["certificate"] is None, "a promised policy was altered, and is accepted"
@@ -198,7 +198,7 @@ def finished_run(world: World, case: Case) -> str:
         found = (config.model, config.vocab_size, config.block_size)
         assert found == expected, "a run's configuration contradicts itself, and is accepted"
         if case.rng.random() < 0.1:
-            case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
+            case.command("answer", folder, world.documents["examples.txt"], "--threshold", 0.5)
     assert set(MODELS) == {OWN_MODEL}, "code was imported because a checkpoint names it"
     same(loaded[0], original[0], "a run")
     return "same" if loaded == original else "other"

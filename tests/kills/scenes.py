@@ -92,7 +92,7 @@ _MADE: dict[str, Callable[[Path], object]] = {
 _WORDS = {
     "run": "train demo --out OUT --force {settings} {gated}"
     + "".join(f"\nrecord task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
-    "gate": "gate fit [run/recordings/train] --steps 20 --out OUT",
+    "gate": "fit [run/recordings/train] --steps 20 --out OUT",
     "recorded": "record text [ouro] [texts/validation.txt] --limit 600 {one} --out OUT",
     "language": f"pretrain [texts/ouro.toml] {_TEXTS} --force {{one}} --out OUT",
     "store": "study run [tiny.toml] --workers 1 --out studied --store OUT",
@@ -201,7 +201,7 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
 
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
 """What a run holds until it is finished."""
-_FITTED = "gate fit [run/recordings/train] --out OUT"
+_FITTED = "fit [run/recordings/train] --out OUT"
 _PROMISED = (
     "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
 )
@@ -224,9 +224,9 @@ SCENES = (
         Scene(name, words, read=read, refuses=True, neighbours=True)
         for name, words, read in (
             ("loop", "loop [llama] --prelude 1 --core 1 --loops 3 --gate linear --out OUT", load_model),
-            ("gate fit, a stopper", f"{_FITTED} --kind induction", ls.Stopper.load),
-            ("gate fit", f"{_FITTED} --steps 20", ls.FittedGate.load),
-            ("gate write", "gate write [gate] [run] --out OUT", load_model),
+            ("fit, a stopper", f"{_FITTED} --kind induction", ls.Stopper.load),
+            ("fit", f"{_FITTED} --steps 20", ls.FittedGate.load),
+            ("insert", "insert [gate] [run] --out OUT", load_model),
         )
     ),
     Scene("record task over one that was cut off", _RECORDED, before=_cut_off, read=ls.Trajectory.load),
@@ -255,11 +255,11 @@ SCENES = (
     ),
     *(
         Scene(name, f"{_PROMISED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
-        for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --gate [gate]"}.items()
+        for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --fitted [gate]"}.items()
     ),
     Scene("report", "report [run] --out OUT", share=0.6),
     Scene("report --product", "report [run] --product frontiers --out OUT", share=0.4),
-    Scene("run", "run [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
+    Scene("answer", "answer [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
     Scene(
         "generate",
         "generate [ouro] --prompts [prompts.txt] --max-new-tokens 8 --batch-size 2 --temperature 0.8 --loops 1 "

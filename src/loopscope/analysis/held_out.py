@@ -58,7 +58,7 @@ class HeldOut:
     guarantee: GuaranteeCheck | None  # None without a promise
 
 
-def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
+def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     """A policy on held-out examples: those for which its promise was made, if it has one; replayed, or live."""
     guarantee = policy.guarantee
     if guarantee is not None:

@@ -15,7 +15,7 @@ from loopscope.analysis.comparison import Paired, Side, exits_of, paired
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, learned_subject, rooms
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.analysis.results import assemble_results, depth_words, model_label, recorded_run
 from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
@@ -143,7 +143,7 @@ def analyse_model(
     provenance = dict(test.provenance)
     certified = [
         schema.Certified(
-            policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test)
+            policy.readout, policy.threshold, policy.guarantee, check_policy(policy, source.whole_test or test)
         )
         for policy in source.policies
     ]

@@ -203,7 +203,7 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
     if contents.proposing is None or target.readout not in (AUTO, readout):
         what = "a policy that was given" if contents.proposing is None else f"candidates of '{readout}'"
         raise UserError(
-            f"This live run is of {what}, so it can check a promise (loopscope evaluate) but not make this one; run "
+            f"This live run is of {what}, so it can check a promise (loopscope check) but not make this one; run "
             "candidates of the readout, without --policy."
         )
     _check_size(runs, runs, target, split=True)

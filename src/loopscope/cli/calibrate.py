@@ -1,4 +1,4 @@
-"""Choose a threshold that comes with a promise.
+"""Choose a threshold that comes with a guarantee.
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
 # needs no labels
@@ -7,8 +7,8 @@ loopscope calibrate RUN --loss disagreement --readout margin \\
 loopscope calibrate RUN --per-difficulty --unseen --new-inputs
 # text: a live run, by loopscope record live
 loopscope calibrate LIVE --loss disagreement --cache propagate
-loopscope evaluate runs/mine --policy policy.json
-loopscope run runs/mine examples.txt --policy policy.json
+loopscope check runs/mine --policy policy.json
+loopscope answer runs/mine examples.txt --policy policy.json
 
 A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
 loses at most --max-drop against full depth.
@@ -54,7 +54,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
     readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
-    add_shared(parser, "--gate DIR")
+    add_shared(parser, "--fitted DIR")
     option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
     methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
@@ -87,12 +87,12 @@ def execute(options: argparse.Namespace) -> None:
 
     bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
-        if options.grid is not None or options.gate:
-            raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
+        if options.grid is not None or options.fitted:
+            raise UserError("A live run has its thresholds and its gate already; leave out --grid and --fitted.")
         policy = certify(recording, target, None, None, options.seed, bound)
     else:
         grid = None if options.grid is None else Trajectory.load(options.grid)
-        gates = inputs.load_gates(options.gate, recording)
+        gates = inputs.load_gates(options.fitted, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
     for caution in cautions(recording, policy):
@@ -122,7 +122,7 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
         print_note(f"The recording does not name its model; make sure that the policy is used on the same one {tied}.")
     if recording.split is None:
-        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.gate else "")
+        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.fitted else "")
         print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
 
 

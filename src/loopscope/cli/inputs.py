@@ -127,7 +127,7 @@ def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> Non
     for name in names:
         if name in READOUTS and name not in known:
             others = f"choose one of {', '.join(known)}"
-            raise UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
+            raise UserError(f"The oracle needs the labels, so only `loopscope sweep` takes it; {others}.")
         if name not in known and find_readout(name) is None:
             raise no_readout(name, known)
 
@@ -252,7 +252,7 @@ def find_model(source: str | Path, text: bool = False) -> Path:
     _check_no_recordings(folder)
     checkpoint_folder.require_config(folder)
     if text and checkpoint_folder.is_of_task(folder):
-        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope run`"
+        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope answer`"
         raise UserError(f"{folder} is a model of a task, which takes no text; {verbs}.")
     if text:
         require_tokenizer(folder)
