@@ -43,8 +43,8 @@ def lay_out() -> None:
     for name, page_name in OUTSIDE.items():
         text = with_links((ROOT / name).read_text(encoding="utf-8"), ROOT)
         (LAID_OUT / page_name).write_text(text, encoding="utf-8")
-    for notebook in DOCS.glob("*.ipynb"):
-        (LAID_OUT / f"{notebook.stem}.md").write_text(executed(notebook), encoding="utf-8")
+    for notebook in DOCS.rglob("*.ipynb"):
+        (LAID_OUT / notebook.relative_to(DOCS).with_suffix(".md")).write_text(executed(notebook), encoding="utf-8")
 
 
 def with_links(markdown: str, folder: Path) -> str:
@@ -92,7 +92,8 @@ def executed(path: Path) -> str:
         printed = "".join(each.get("text") or each.get("data", {}).get("text/plain", "") for each in cell.outputs)
         if printed.strip():
             parts.append(f"```text\n{printed.rstrip()}\n```")
-    source = f"[This page is a notebook]({REPOSITORY}/blob/main/docs/{path.name}), executed when the site is built."
+    where = path.relative_to(ROOT).as_posix()
+    source = f"[This page is a notebook]({REPOSITORY}/blob/main/{where}), executed when the site is built."
     return "\n\n".join([parts[0], source, *parts[1:]]) + "\n"
 
 

@@ -11,7 +11,7 @@ import pytest
 from loopscope.paper.published import published
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "docs" / "results" / "README.md"
+README = ROOT / "docs" / "evidence" / "claims.md"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def printed() -> dict[str, str]:
     captured = pytest.MonkeyPatch()
     lines: list[str] = []
     with captured.context() as patch:
-        patch.setattr(sys, "argv", ["claims.py", str(ROOT / "docs" / "results" / "results.json.xz")])
+        patch.setattr(sys, "argv", ["claims.py", str(ROOT / "docs" / "evidence" / "results.json.xz")])
         patch.setattr("builtins.print", lambda *words: lines.append(" ".join(map(str, words))))
         runpy.run_path(str(ROOT / "scripts" / "claims.py"), run_name="__main__")
     sections = re.split(r"^## ", "\n".join(lines), flags=re.MULTILINE)

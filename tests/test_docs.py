@@ -18,13 +18,13 @@ WIDTH = 110
 
 
 def prose(page: Path) -> Iterator[str]:
-    """The lines that are neither code nor rows of a table, pictures or quotations."""
+    """The lines that are neither code, rows of a table, pictures nor quotations, without the targets of their links."""
     inside = False
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.lstrip().startswith("```"):
             inside = not inside
         elif not inside and not line.lstrip().startswith(("|", "!", ">")):
-            yield line
+            yield re.sub(r"\]\([^)\s]*\)", "]", line)
 
 
 def is_module(name: str) -> bool:

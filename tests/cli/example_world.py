@@ -156,7 +156,9 @@ def _model(name: str, write: Callable[[Path], object]) -> tuple[str, Callable[[W
 def _ignore(_: object) -> None: ...
 
 
-_python = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(encoding="utf-8"), re.DOTALL)
+_python = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "training.md").read_text(encoding="utf-8"), re.DOTALL
+)
 MADE: dict[str, Callable[[World], None]] = {
     "runs/demo": lambda world: done("demo", "--out", "runs/demo", "--workers", 2, *world.trained),
     "runs/mine": _mine,

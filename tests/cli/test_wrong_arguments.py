@@ -125,7 +125,10 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         ),
         (["generate", file, "Once"], "examples.txt is a file; give the folder of a checkpoint"),
         (["generate", folder, "Once"], "holds recordings, and this needs the model"),
-        (["bench", "exits", folder], "that was recorded, or run a model of your own from Python (docs/your-model.md)."),
+        (
+            ["bench", "exits", folder],
+            "that was recorded, or run a model of your own from Python (docs/how-to/your-model.md).",
+        ),
         (["generate", str(place / "empty"), "Once"], "is not a checkpoint: it has no config.json; give the folder of"),
         (["generate", trained, "Once"], "is a model of a task, which takes no text; record the task with `loopscope"),
         (["record", "task", trained, "--limit", "3"], "There is no option --limit; see loopscope record task --help"),

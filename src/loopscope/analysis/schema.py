@@ -1,4 +1,4 @@
-"""What `results.json` holds. The schema is versioned and described in docs/results.md.
+"""What `results.json` holds. The schema is versioned and described in docs/reference/results.md.
 
 It holds no dates and no host names: the same artifacts give the same bytes.
 """

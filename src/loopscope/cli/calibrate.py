@@ -17,7 +17,7 @@ A fifth of the recording (the selection split) gives the thresholds and chooses 
 --grid gives them from another recording. Refused where that cannot be proven, with the number of examples it takes.
 
 A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
-docs/guarantees.md says what the promise assumes.
+docs/explanation/guarantees.md says what the promise assumes.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
         seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")
     if policy.model is None:
-        tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
+        tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"
         print_note(f"The recording does not name its model; make sure that the policy is used on the same one {tied}.")
     if recording.split is None:
         what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.fitted else "")

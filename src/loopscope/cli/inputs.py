@@ -189,7 +189,7 @@ def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[st
 def note_unknown_model(*models: str | None) -> None:
     """Says that what is used together may be of several models, where not all name their weights."""
     if None in models:
-        tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
+        tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"
         print_note(f"Not all of these say which model they are of; make sure that it is the same {tied}.")
 
 
@@ -240,7 +240,7 @@ def _check_no_recordings(folder: Path) -> None:
             if is_file(known / CONFIG)
             else (
                 "the folder of the run or checkpoint that was recorded, or run a model of your own from Python "
-                "(docs/your-model.md)"
+                "(docs/how-to/your-model.md)"
             )
         )
         raise UserError(f"{folder} holds recordings, and this needs the model; give {which}.")
