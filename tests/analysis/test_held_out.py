@@ -1,4 +1,4 @@
-"""Held-out checks: a promise that is kept, one that is broken, and data that cannot tell."""
+"""Held-out checks: a guarantee that is kept, one that is broken, and data that cannot tell."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> 
 
 @pytest.fixture(scope="module")
 def policy() -> ls.ExitPolicy:
-    """Promises 1 %, 95 % sure, of exits at loop 1."""
+    """Guarantees 1 %, 95 % sure, of exits at loop 1."""
     made = ls.calibrate(recording(0.002, difficulty=np.arange(4_000) % 4, split="validation"), readout="fixed")
     assert made.threshold == 1
     return made
@@ -46,7 +46,7 @@ def test_the_verdict(policy: ls.ExitPolicy, lost: float, verdict: str) -> None:
     assert held.full_depth_accuracy == 1.0
 
 
-def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
+def test_a_guarantee_for_every_difficulty_is_checked_at_every_one() -> None:
     levels = np.arange(8_000) % 4
     policy = ls.calibrate(recording(0.001, 8_000, difficulty=levels), readout="fixed", per_difficulty=True)
     held_out = recording(0.0, 8_000, seed=1, difficulty=levels)
@@ -71,7 +71,7 @@ def test_another_mix_of_difficulties_is_said(policy: ls.ExitPolicy) -> None:
     assert "mix of difficulties" in other.guarantee.warnings[0]
 
 
-def test_it_counts_whom_the_promise_counts() -> None:
+def test_it_counts_whom_the_guarantee_counts() -> None:
     texts = [str(row // 2) for row in range(4_000)]
     seen = np.arange(4_000) < 1_000
     policy = ls.calibrate(recording(0.002, examples=texts, seen=seen), readout="fixed", unseen=True, distinct=True)
@@ -105,12 +105,12 @@ def test_the_sentence_is_about_what_decides_the_verdict() -> None:
     assert "covers are not here: 1" in gone.warnings[0]
 
 
-def test_one_draw_does_not_break_a_promise_on_average_nor_one_that_was_not_made(policy: ls.ExitPolicy) -> None:
+def test_one_draw_does_not_break_a_guarantee_on_average_nor_one_that_was_not_made(policy: ls.ExitPolicy) -> None:
     check = check_policy(
         ls.conformal_risk_control(recording(0.002), readout="fixed"), recording(0.02, seed=1)
     ).guarantee
     assert check.verdict == "not refuted"
-    assert "cannot break a promise on average" in check.sentence
+    assert "cannot break a guarantee on average" in check.sentence
     held = check_policy(policy.for_any_model(), recording(0.02, seed=1))
     assert held.guarantee is None
     assert held.drop.value == pytest.approx(0.02)

@@ -104,8 +104,8 @@ def test_a_run_answers_deeper_than_it_was_trained_as_its_recording_says(
     assert [answer["loop"] for answer in lines(out)] == policy.exit_loops(test).tolist()
     assert f"hidden_change at {policy.threshold:.6g}" in err
     assert "No verdict: at loop " in command("diagnose", run / "recordings" / "5-loops").out  # of a model at chance
-    promised = ("calibrate", run / "recordings" / "5-loops" / "validation", "--max-drop", 0.9, "--readout", "margin")
-    command(*promised, "--out", tmp_path / "policy.json")
+    guaranteed = ("calibrate", run / "recordings" / "5-loops" / "validation", "--max-drop", 0.9, "--readout", "margin")
+    command(*guaranteed, "--out", tmp_path / "policy.json")
     given = ("answer", run, file, "--policy", tmp_path / "policy.json")
     assert "calibrated for 5 loops, and here full depth is 3" in command.refused(*given)
     assert len(lines(command(*given, "--loops", 5).out)) == len(test.examples)

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from cli.conftest import PROMISE, Command, crafted, read_json, recording_of, run
+from cli.conftest import GUARANTEE, Command, crafted, read_json, recording_of, run
 from loopscope.models.checkpoint import weights_sha256
 
 MILD = ("--max-drop", 0.3, "--confidence", 0.8)
 
 
-def test_from_a_recording_to_a_promise_and_to_answers(mine: Path, tmp_path: Path, command: Command) -> None:
+def test_from_a_recording_to_a_guarantee_and_to_answers(mine: Path, tmp_path: Path, command: Command) -> None:
     file, examples = tmp_path / "policy.json", tmp_path / "examples.txt"
-    out, err = command("calibrate", recording_of(mine, "validation"), *PROMISE, "--out", file)
+    out, err = command("calibrate", recording_of(mine, "validation"), *GUARANTEE, "--out", file)
     assert f"{file}: With probability 80 % over the calibration draw, exiting early costs at most 10 % accuracy" in out
     assert all(words in out for words in ("margin at ", "of 96 examples", "(at most 0.2)", "loops to expect"))
     assert "add --unseen" in err
@@ -57,7 +57,7 @@ def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, command
 
 
 @pytest.mark.parametrize(
-    ("words", "promised", "held_out"),
+    ("words", "guaranteed", "held_out"),
     [
         (("--in-expectation",), "On average over calibration draws, exiting early costs at most 30 %", "Kept: "),
         (("--confidence", 0.8, "--per-difficulty"), "observed loss, difficulty 2", "loss at difficulty 1"),
@@ -65,12 +65,12 @@ def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, command
         (("--confidence", 0.8, "--loss", "disagreement"), "changes at most 30 % of the answers", "held-out examples"),
     ],
 )
-def test_each_kind_of_promise_is_said_and_checked(
-    words: tuple[object, ...], promised: str, held_out: str, mine: Path, tmp_path: Path, command: Command
+def test_each_kind_of_guarantee_is_said_and_checked(
+    words: tuple[object, ...], guaranteed: str, held_out: str, mine: Path, tmp_path: Path, command: Command
 ) -> None:
     file = tmp_path / "policy.json"
     out, err = command("calibrate", recording_of(mine, "validation"), "--max-drop", 0.3, *words, "--out", file)
-    assert promised in out
+    assert guaranteed in out
     assert ("copies" in err) == ("--distinct" not in words)
     assert held_out in command("check", recording_of(mine, "test"), "--policy", file, code=None).out
 
@@ -121,7 +121,7 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, command: Command) -
         (("--max-drop", 0.3, "--seed", -1), "not a whole number"),
     ],
 )
-def test_what_cannot_be_promised_is_one_sentence_and_no_file(
+def test_what_cannot_be_guaranteed_is_one_sentence_and_no_file(
     words: tuple[object, ...], sentence: str, mine: Path, tmp_path: Path, command: Command
 ) -> None:
     found = command.refused("calibrate", recording_of(mine, "validation"), *words, "--out", tmp_path / "policy.json")

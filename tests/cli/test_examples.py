@@ -50,7 +50,7 @@ PAGES["README"] = [line for block in blocks("sh") for line in block.splitlines()
 
 
 def smaller(words: list[str], world: World) -> list[str]:
-    """The same command for what is small: fewer steps, questions and rounds, and what random weights can promise."""
+    """The same command for what is small: fewer steps, questions and rounds, and what random weights can guarantee."""
     words = [ALIAS.get(word, "cpu" if word == "cuda" else word) for word in words]
     of_a_model = any(word in MODELS or word.startswith(("rec", "LIVE")) for word in words)
     match words:

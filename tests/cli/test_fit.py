@@ -1,4 +1,4 @@
-"""`loopscope gate`: fitted gates fitted, evaluated, run, written back; and what goes wrong."""
+"""`loopscope fit` and `insert`: gates fitted, swept, run, written into a checkpoint; and what goes wrong."""
 
 import json
 import shutil

@@ -11,16 +11,16 @@ from loopscope.cli.inputs import policies_by_model
 from loopscope.scope import Scope
 
 
-def test_on_any_model_it_promises_nothing(mine: Path, foreign: Path, tmp_path: Path, command: Command) -> None:
+def test_on_any_model_it_guarantees_nothing(mine: Path, foreign: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
     assert (
-        "The policy promises nothing here."
+        "The policy guarantees nothing here."
         in command("check", recording_of(mine, "test"), "--policy", foreign, "--any-model").out
     )
     out, _ = command("answer", mine, tmp_path / "examples.txt", "--policy", foreign, "--any-model")
     assert len(out.splitlines()) == 1
     words = ("report", mine, "--policy", foreign, "--any-model", "--out", tmp_path, "--product", "certified", "--json")
-    assert "promise" not in str(command.json(*words)[0]["rows"])
+    assert "guarantee" not in str(command.json(*words)[0]["rows"])
 
 
 def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_help_has_examples_fits_80_columns_and_says_what_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option by itself: not "of the promise", nor its default alone; those of `generate` are its own."""
+    """An option by itself: not "of the guarantee", nor its default alone; those of `generate` are its own."""
     monkeypatch.setenv("COLUMNS", "80")
     for name, parser in PARSERS.items():
         text = parser.format_help()
@@ -251,7 +251,7 @@ def test_a_table_fits_80_columns_and_loses_nothing(
     columns = ["readout", *(f"measured quantity {number}" for number in range(12))]
     rows = [["a rather long name of a readout", *(f"{number}.00 [0.00, 0.00]" for number in range(12))]] * 2
     print_table(f"{'title ' * 12}in all 5 %", columns, rows, keys=1)
-    print_table("", ["what", ""], [["a promise", "words " * 40]])
+    print_table("", ["what", ""], [["a guarantee", "words " * 40]])
     print_sentences(f"{'word ' * 15}of 95 %")
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80

@@ -46,7 +46,7 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, command: Co
     assert "accuracy lost ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
-def test_a_report_on_unseen_examples_breaks_no_promise_for_all(tmp_path: Path, command: Command) -> None:
+def test_a_report_on_unseen_examples_breaks_no_guarantee_for_all(tmp_path: Path, command: Command) -> None:
     seen, easy = np.arange(400) % 10 > 0, crafted(True, "test").logits
     logits = np.where(seen[:, None, None], easy, crafted(False, "test").logits)  # one in ten is new, and lost
     for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
@@ -104,7 +104,7 @@ def test_rules_of_one_run_are_replayed_on_another(tmp_path: Path, command: Comma
     (table,) = command.json("report", *crossed, "--product", "transfer")
     rows = {(row[0], row[1], row[2]): row[3:] for row in table["rows"]}
     assert len(rows) == 3 * 3 + 3
-    assert rows["a", "wide", "gate:own"][0] == "refused: The gate reads states of width 2, and these have 3."
+    assert rows["a", "wide", "gate:own"][0] == "rejected: The gate reads states of width 2, and these have 3."
     assert "[" in rows["a", "itself", "gate:own"][0]
     assert "[" in rows["a", "b", "gate:own"][1]
     command("report", *crossed)

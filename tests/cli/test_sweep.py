@@ -1,4 +1,4 @@
-"""`loopscope sweep`: readouts are swept, and a policy's promise is checked on held-out examples."""
+"""`loopscope sweep`: readouts are swept, and a policy's guarantee is checked on held-out examples."""
 
 from pathlib import Path
 
@@ -74,14 +74,14 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Comm
     file = tmp_path / "policy.json"
     command("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file)
     out = command("monitor", tmp_path / "like", "--policy", file).out
-    assert "at most 1 % of monitors would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "at most 1 % of monitors would ever give an alarm, where the guarantee is true (which it is with 95 %" in out
     assert "on examples in random order" in out
     assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
     out = command("monitor", tmp_path / "unlike", "--policy", file, "--alpha", 0.001, "--audit", 0.5, code=1).out
-    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was promised." in out
+    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was guaranteed." in out
     out = command("monitor", tmp_path / "unlike", "--policy", file, "--stream", code=1).out
     assert "on examples as they arrived" in out
-    assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
+    assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was guaranteed." in out
     result = command.json("monitor", tmp_path / "unlike", "--policy", file, code=1)
     assert (result["alarm"], result["examples"], result["audited"], result["alpha"]) == (True, 400, 400, 0.01)
     (alarm,) = result["alarms"]
@@ -92,7 +92,7 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Comm
     wanted = ("--max-drop", 0.05, "--readout", "margin", "--in-expectation")
     command("calibrate", tmp_path / "validation", *wanted, "--out", average)
     out = command("monitor", tmp_path / "unlike", "--policy", average).out
-    assert "by their exits, which alone are watched: the promise is one on average over calibrations" in out
+    assert "by their exits, which alone are watched: the guarantee is one on average over calibrations" in out
     assert "No alarm in 400 examples (exits alone are watched)" in out
     assert "risk" not in out.split("alarm at", 1)[1]
     refused = command.refused("monitor", tmp_path / "unlike", "--policy", average, "--audit", 1)
@@ -105,4 +105,4 @@ def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, command: 
     assert "no option --audit" in command.refused("check", test, "--policy", policy, "--audit", 0.5)
     watch = ("monitor", test, "--policy")
     assert "--audit: '-1' is not a number from 0 to 1" in command.refused(*watch, policy, "--audit", -1)
-    assert "promises nothing" in command.refused(*watch, policy, "--any-model")
+    assert "guarantees nothing" in command.refused(*watch, policy, "--any-model")

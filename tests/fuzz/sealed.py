@@ -1,4 +1,4 @@
-"""What is sealed must be refused when it is altered: recordings, gates, promised policies, runs, a study's store.
+"""What is sealed must be refused when it is altered: recordings, gates, guaranteed policies, runs, a study's store.
 
 Accepted is right only where what was loaded equals the original.
 """
@@ -141,8 +141,8 @@ def policy(world: World, case: Case) -> str:
         case.command("check", world.recordings["test"], "--policy", path, verdicts=(0, 1))
     if loaded == _original(ls.ExitPolicy.load, world.policies[name]):
         return "same"
-    assert loaded["certificate"] is None, "a promised policy was altered, and is accepted"
-    values = json.loads(path.read_bytes())  # without a promise it is the user's to change: it is what its file says
+    assert loaded["certificate"] is None, "a guaranteed policy was altered, and is accepted"
+    values = json.loads(path.read_bytes())  # without a guarantee it is the user's to change: it is what its file says
     threshold = values.get("threshold")
     said = {"readout": values["readout"], "threshold": None if threshold is None else float(threshold)}
     said["scope"] = {key: value for key, value in (values.get("scope") or {}).items() if value is not None}
@@ -151,23 +151,23 @@ def policy(world: World, case: Case) -> str:
     assert said == read, "a policy is not what its file says"
     assert math.isfinite(loaded["threshold"] or 0), "a policy has a threshold that is no number"
     lost = values.get("certificate") is not None or (loaded["gate"] is None) != (values.get("gate") is None)
-    assert not lost, "a policy lost its promise or its gate, and is accepted"
+    assert not lost, "a policy lost its guarantee or its gate, and is accepted"
     return "other"
 
 
 def monitor(world: World, case: Case) -> str:
     """What a monitor has seen so far, kept in a file; one whose digest was made again can go on, if it is accepted."""
-    promised = ls.ExitPolicy.load(world.policies["margin"])
+    guaranteed = ls.ExitPolicy.load(world.policies["margin"])
     path = case.copy(world.monitor)
     case.spoil(path)
     if case.rng.random() < 0.5:
-        original = ls.Monitor.load(world.monitor, promised).result
-        return same(ls.Monitor.load(path, promised).result, original, "a monitor")
+        original = ls.Monitor.load(world.monitor, guaranteed).result
+        return same(ls.Monitor.load(path, guaranteed).result, original, "a monitor")
     with suppress(ValueError, OSError, OverflowError, RecursionError, TypeError, msgspec.MsgspecError):
         values = json.loads(path.read_bytes())
         path.write_text(json.dumps(values | {"digest": digest(values | {"digest": ""})}))
     case.before = {}
-    resealed = ls.Monitor.load(path, promised)
+    resealed = ls.Monitor.load(path, guaranteed)
     before = resealed.result
     after = resealed.update([1, 2], [0.0, 1.0])
     assert 0 <= before.audited <= before.examples == after.examples - 2, "a monitor counts what was not there"

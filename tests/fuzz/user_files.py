@@ -130,7 +130,7 @@ def deployment(world: World, case: Case) -> str:
         {"loops": 2},
         {"readout": "gate", "threshold": 0.5, "exits_log": "exits.jsonl", "loops": 3},
         {"readout": "fixed", "threshold": 2},
-        {"policy": str(policy), "without_promise": True},
+        {"policy": str(policy), "without_guarantee": True},
     )
     data = spoil_json(case.rng, json.dumps(case.rng.choice(good)).encode())
     case.notes.append(data.decode(errors="replace")[:500])

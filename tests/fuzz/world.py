@@ -189,7 +189,7 @@ class World:
 
     @cached_property
     def policies(self) -> dict[str, Path]:
-        """One of every readout, with a promise where it can have one."""
+        """One of every readout, with a guarantee where it can have one."""
         folder = self.folder / "policies"
         folder.mkdir()
         register_readout(Readout("fuzzed", "above", "logits", own_step))

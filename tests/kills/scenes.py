@@ -162,12 +162,12 @@ def _policy(seed: int) -> ls.ExitPolicy:
     return ls.ExitPolicy("gate:own", 0.5, _gate(seed))
 
 
-def _promised() -> ls.ExitPolicy:
+def _guaranteed() -> ls.ExitPolicy:
     return ls.calibrate(random_trajectory(5, rows=300, split="validation"), 0.5, 0.6, readout="margin")
 
 
 def _monitor(seed: int) -> ls.Monitor:
-    watching = ls.Monitor(_promised(), seed=seed)
+    watching = ls.Monitor(_guaranteed(), seed=seed)
     watching.update([1, 2, 1])
     return watching
 
@@ -202,7 +202,7 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
 """What a run holds until it is finished."""
 _FITTED = "fit [run/recordings/train] --out OUT"
-_PROMISED = (
+_GUARANTEED = (
     "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
 )
 _RECORDED = "record task [run] --split test --hidden --out OUT {one}"
@@ -251,10 +251,10 @@ SCENES = (
         outliving="policy.gate-*.safetensors",
     ),
     _over_another(
-        "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _promised()), target="monitor.json"
+        "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _guaranteed()), target="monitor.json"
     ),
     *(
-        Scene(name, f"{_PROMISED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
+        Scene(name, f"{_GUARANTEED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
         for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --fitted [gate]"}.items()
     ),
     Scene("report", "report [run] --out OUT", share=0.6),

@@ -103,7 +103,7 @@ def test_with_propagate_it_is_what_the_model_says_of_each_document_alone(
     assert (full.predictions[:both] != found.predictions[:both]).any()  # and later tokens see other keys
 
 
-def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
+def test_a_guarantee_is_for_the_cache_in_which_the_text_was_run(
     recorded: Recorded, runs: dict[str, LiveRuns], tmp_path: Path
 ) -> None:
     model, recording = ls.load_model(recorded.model), recorded.recordings["test"]
@@ -131,7 +131,7 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
         assert held.average_loops.value == pytest.approx(check_loops(check), abs=1e-4)
         with pytest.raises(ls.UserError, match="rests on this data"):
             check_policy(loaded, runs[cache])
-        with pytest.raises(ls.UserError, match="can check a promise"):
+        with pytest.raises(ls.UserError, match="can check a guarantee"):
             certify(replace(check, contents=runs[cache].contents.__class__(**{**fields(check), "split": None})), LAX)
         monitored = ls.Monitor(loaded).replay(check)
         assert (monitored.examples, monitored.audited) == (held.sequences, held.sequences)

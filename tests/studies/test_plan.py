@@ -137,7 +137,7 @@ def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
     assert "policy-2.json" not in other
     steps, refused = certified("{ max_drop = 0.01 }")
     assert steps == ["analysis"]  # the refusal is there already
-    assert refused == {}  # an old promise does not stay
+    assert refused == {}  # an old guarantee does not stay
     file = policies[0].folder(store) / "policy.json"
     file.write_bytes(file.read_bytes().replace(b"gap", b"gab"))
     with pytest.raises(ls.UserError, match="does not have the hash of its manifest"):

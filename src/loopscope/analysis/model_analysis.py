@@ -55,9 +55,9 @@ class ModelRecordings:
     extrapolation: Trajectory | None = None
     gates: Mapping[str, Fitted] = field(default_factory=dict)
     unseen_only: bool = False  # whether examples that training had are left out of the first two
-    whole_test: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
+    whole_test: Trajectory | None = None  # the test recording before any were left out: a guarantee says whom it counts
     policies: Sequence[ExitPolicy] = ()  # calibrated ones
-    refused: Sequence[str] = ()  # promises that could not be made
+    refused: Sequence[str] = ()  # guarantees that could not be made
 
     @property
     def all_gates(self) -> dict[str, Fitted]:

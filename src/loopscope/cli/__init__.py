@@ -37,12 +37,12 @@ from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
-    "train": "Train a looped Transformer, or a model of your own",
+    "train": "Train a looped Transformer, or a custom model",
     "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
     "loop": "Loop the middle of an ordinary language model",
     "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",
     "sweep": "Compare exit rules: sweep the thresholds of every readout of a recording",
-    "diagnose": "Say which part is to blame, the trajectory or the readout",
+    "diagnose": "Find which part is to blame, the trajectory or the readout",
     "compare": "Compare two readouts on the same examples",
     "report": "Write tables, figures and a page on some runs, or on folders of recordings",
     "calibrate": "Choose a threshold that comes with a guarantee",

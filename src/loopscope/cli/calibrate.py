@@ -16,8 +16,8 @@ loses at most --max-drop against full depth.
 A fifth of the recording (the selection split) gives the thresholds and chooses the readouts, the rest tests them;
 --grid gives them from another recording. Refused where that cannot be proven, with the number of examples it takes.
 
-A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
-docs/explanation/guarantees.md says what the promise assumes.
+A guarantee for text holds for one cache: that of a recording is `full`, another takes a live run.
+docs/explanation/guarantees.md says what the guarantee assumes.
 """
 
 import argparse
@@ -48,22 +48,22 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
-    option(sure, "--in-expectation", "promise it on average over calibrations instead (conformal)")
+    option(sure, "--in-expectation", "guarantee it on average over calibrations instead (conformal)")
     losses = "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or any that "
     losses += "differs from full depth (disagreement, which needs no labels)"
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
     readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--fitted DIR")
-    option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
+    option(parser, "--cache MODE", "KV cache that a guarantee for text is to hold for", choices=get_args(CacheMode))
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
     methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
-    option(parser, "--per-difficulty", "promise it at every difficulty")
-    option(parser, "--unseen", "promise it for inputs that training did not have")
+    option(parser, "--per-difficulty", "guarantee it at every difficulty")
+    option(parser, "--unseen", "guarantee it for inputs that training did not have")
     once = parser.add_mutually_exclusive_group()
     option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
     option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
@@ -105,7 +105,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _check_cache(recording: Recorded, cache: str | None) -> None:
-    """Refuses to promise for one cache what another has shown."""
+    """Refuses to guarantee for one cache what another has shown."""
     here = decision_scope(recording).cache
     if cache not in (None, here):
         kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
@@ -114,7 +114,7 @@ def _check_cache(recording: Recorded, cache: str | None) -> None:
 
 
 def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
-    """Says where the recording is not what a promise for new inputs should rest on, or does not say what it is."""
+    """Says where the recording is not what a guarantee for new inputs should rest on, or does not say what it is."""
     if recording.seen is not None and recording.seen.any() and not options.unseen:
         seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")

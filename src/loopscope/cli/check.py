@@ -44,7 +44,8 @@ def execute(options: argparse.Namespace) -> int:
     """Check a policy and its guarantee on held-out examples.
 
     loopscope check runs/demo/fixed-geometric --policy policy.json
-    loopscope check RECORDING --policy policy.json --json
+    loopscope check runs/demo/fixed-geometric/recordings/test \\
+        --policy policy.json --json
 
     A run stands for its test recording. The exit code is 1 if the guarantee is broken. A guarantee for text with the
     cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
@@ -64,7 +65,7 @@ def _monitor(options: argparse.Namespace) -> int:
 
     loopscope monitor runs/demo/fixed-geometric --policy policy.json \\
         --audit 0.1
-    loopscope monitor RECORDING --policy policy.json --stream
+    loopscope monitor runs/demo/fixed-geometric --policy policy.json --stream
 
     Two tests run: do the exits, and the losses of the audited examples, still look like calibration? The examples are
     played in random order. With --stream they are played in their own order, and an alarm names the example since which
@@ -89,7 +90,7 @@ def _note_models(options: argparse.Namespace, policy: ExitPolicy, recording: Rec
 
 
 def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit | None) -> None:
-    """How a policy did, and whether its promise was kept."""
+    """How a policy did, and whether its guarantee was kept."""
     loops, drop, check = held.average_loops, held.drop, held.guarantee
     rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
@@ -105,7 +106,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
     tested = counted("held-out", held.examples, held.sequences, unit)
     print_table(f"{path}: {policy} on {tested}; {means}[ ]: 95 % intervals", ["held out", ""], rows)
     if check is None:
-        print("The policy promises nothing here.")
+        print("The policy guarantees nothing here.")
         return
     print_sentences(check.sentence)
     for warning in check.warnings:
@@ -121,9 +122,9 @@ def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path, stre
     assert policy.guarantee is not None  # a monitor refuses others
     confidence = policy.guarantee.confidence
     if confidence is None:
-        where = "by their exits, which alone are watched: the promise is one on average over calibrations"
+        where = "by their exits, which alone are watched: the guarantee is one on average over calibrations"
     else:
-        where = f"where the promise is true (which it is with {100 * confidence:g} % confidence)"
+        where = f"where the guarantee is true (which it is with {100 * confidence:g} % confidence)"
     share = f"without a change at most {100 * result.alpha:g} % of monitors would ever give an alarm"
     order = "as they arrived" if stream else "in random order"
     columns = ["test", result.unit, "e-value at the end", "p-value", "alarm at"]

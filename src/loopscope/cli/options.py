@@ -192,11 +192,11 @@ _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),
     "run": ("the folder of a finished run", {"type": Path}),
-    "--any-model": ("use the policy on any model, without its promise", {}),
+    "--any-model": ("use the policy on any model, without its guarantee", {}),
     "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
     "--chat": ("ask in the model's chat template", {}),
     "--confidence X": (
-        "probability with which the promise is to hold (default: 0.95)",
+        "probability with which the guarantee is to hold (default: 0.95)",
         {"type": _between_0_and_1(0.95)},
     ),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),

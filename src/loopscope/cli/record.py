@@ -129,7 +129,7 @@ def _record_text(options: argparse.Namespace) -> None:
     loopscope record text runs/small-ouro train.txt --split train \\
         --limit 100000 --hidden --out recordings/train
 
-    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises
+    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Guarantees
     count documents, so give many. --split says what the text is to the model: calibrating on test is refused, for
     instance.
     """
@@ -157,7 +157,7 @@ def _record_text(options: argparse.Namespace) -> None:
 
 
 def _record_live(options: argparse.Namespace) -> None:
-    """Run a recorded text live: with candidates for a promise, or with one policy to check it.
+    """Run a recorded text live: with candidates for a guarantee, or with one policy to check it.
 
     loopscope record live MODEL mine.txt --recording rec/mine \\
         --cache propagate --max-drop 0.05 --out rec/live
