@@ -62,13 +62,37 @@ def load_model(
     revision: str | None = None,
     pack: bool = True,
 ) -> LoopedModel:
-    """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
+    """Load a looped model, ready to be evaluated.
 
-    Every tensor is read once and straight to its place, so the weights are never in memory twice. LoopScope rejects
-    weights that are not finite, and files of a run trained here that were altered since.
+    LoopScope rejects weights that are not finite, and files that were altered since training.
 
-    On a CPU, large matrices are packed for few tokens where a measurement says that this is faster
-    (`models/linear.py`): such a model answers, and cannot be trained. With `pack=False` they stay as they are.
+    Parameters
+    ----------
+    source
+        The folder of a run or a checkpoint, or a name on the Hub.
+    device
+        Where the model runs (default: "cpu").
+    dtype
+        "float32", "bfloat16" or "float16" (default: as in its file).
+    revision
+        The revision on the Hub (default: the newest).
+    pack
+        On a CPU, rearrange large matrices where that is faster (the default). Such a model cannot be trained.
+
+    Returns
+    -------
+    LoopedModel
+        The model in evaluation mode, without gradients.
+
+    Raises
+    ------
+    UserError
+        If there is no such checkpoint, if its files were altered, or if it needs a class that is not registered.
+
+    Examples
+    --------
+    >>> ls.load_model(checkpoint).num_loops
+    4
     """
     if dtype is not None:
         check_known(dtype, DTYPES, "precision")

@@ -87,10 +87,33 @@ def host_defaults(objective: Objective | None) -> dict[str, Any]:
 def fit_gate(
     recording: Trajectory, settings: GateSettings | None = None, progress: ProgressCallback = silent, **changes: Any
 ) -> FittedGate:
-    """A gate for the pooled states of `recording`, which must keep them.
+    """Fit a gate to the pooled states of a frozen trajectory.
 
-    Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
-    `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
+    Parameters
+    ----------
+    recording
+        A recording with hidden states that no evaluation uses, such as the train split.
+    settings
+        `GateSettings` (default: a linear gate with the objective `ponder`, and the prior and beta of the model).
+    progress
+        A function that is called with steps done, all steps, and a note.
+    **changes
+        Other values of the settings: `kind="mlp"`, `objective="utility"`, `steps=`, `seed=`.
+
+    Returns
+    -------
+    FittedGate
+        The gate, as a readout `gate:NAME` once it is attached.
+
+    Raises
+    ------
+    UserError
+        If the recording keeps no hidden states, or is for evaluation.
+
+    Examples
+    --------
+    >>> ls.fit_gate(recording("train", 2), steps=20).kind
+    'linear'
     """
     check_gate_data(recording)
     if settings is None:

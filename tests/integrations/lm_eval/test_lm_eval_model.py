@@ -84,8 +84,8 @@ def test_the_engine_compares_no_choices_where_there_is_one() -> None:
     model, context = outspoken(), np.arange(5)
     single = ls.choices(0, context, [np.array([7, 8])])
     with pytest.raises(ls.UserError, match="single continuation"):
-        list(ls.run(model, ls.ExitPolicy("margin", 1.0), [single]))
-    (answer,) = ls.run(model, ls.ExitPolicy("gate", 0.5), [single])
+        list(ls.run(model, [single], ls.ExitPolicy("margin", 1.0)))
+    (answer,) = ls.run(model, [single], ls.ExitPolicy("gate", 0.5))
     assert answer.greedy is None
     assert answer.logits.shape == (1,)
 

@@ -199,7 +199,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
         norms = {request.key: np.asarray(request.norms) for request in requests}
         scored: dict[int, list[Likelihood]] = {}
-        for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._batch_tokens, greedy=True):
+        for answer in run(self.model, ordered, self.policy, 1024, batch_tokens=self._batch_tokens, greedy=True):
             assert answer.greedy is not None
             likely = answer.logits.astype(np.float64) * norms[answer.key]
             scored[answer.key] = list(zip(likely.tolist(), answer.greedy.tolist(), strict=True))
