@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "recipes/**/*.md")
-    for path in ROOT.glob(pattern)
-    if not path.name.endswith("tables.md")  # written by a study
-)
+PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", "recipes/**/*.md") for path in ROOT.glob(pattern))
 WIDTH = 110
 
 
@@ -50,3 +45,10 @@ def test_what_a_page_points_to_exists(page: Path) -> None:
     files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh))`", text)
     homes = (ROOT, ROOT / "src" / "loopscope", page.parent)
     assert [file for file in files if not any((home / file).exists() for home in homes)] == []
+
+
+def test_records_of_decisions_are_short() -> None:
+    records = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split("\n### ")[1:]
+    assert len(records) > 30
+    long = {record.partition("\n")[0] for record in records if len(record.partition("\n## ")[0].split()) > 120}
+    assert not long
