@@ -22,6 +22,13 @@ def prose(page: Path) -> Iterator[str]:
             yield re.sub(r"\]\([^)\s]*\)", "]", line)
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = (re.sub(r"\]\([^)]*\)", "", found) for found in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
@@ -39,6 +46,8 @@ def test_what_a_page_points_to_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+    parts = re.findall(r"\]\(([^)#:\s]*\.md)#([^)\s]+)\)", text)
+    assert [part for part in parts if part[1] not in anchors(page.parent / part[0])] == []
     modules = re.findall(r"(?:\b(?:import|from)|python -m) ((?:loopscope|benchmarks)(?:\.\w+)+)", text)
     past = page.name == "CHANGELOG.md"  # which names what was there once, too
     assert [name for name in modules if not past and not is_module(name)] == []
