@@ -140,6 +140,8 @@ class DeploymentChecks:
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
+        from vllm.config import CUDAGraphMode
+
         check_hashes(Path(vllm_config.model_config.model))  # of a folder that training left
         if vllm_config.lora_config is not None:
             raise UserError(
@@ -150,7 +152,8 @@ class DeploymentChecks:
         if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
             vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
             return
-        vllm_config.model_config.enforce_eager = True  # no recorded graph can decide while the model runs
+        # No recorded graph can decide while the model runs; the block that all loops share is compiled all the same.
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         vllm_config.cache_config.enable_prefix_caching = False  # a text leaves other keys than its tokens as a prompt
         for option in ("speculative_config", "kv_transfer_config"):
             if getattr(vllm_config, option) is not None:

@@ -55,7 +55,7 @@ class ServedModel(nn.Module):
         super().__init__()
         self.deployment = deployment_of(vllm_config)
         if self.deployment.policy is not None:  # as `DeploymentChecks` left it
-            assert vllm_config.model_config.enforce_eager
+            assert not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
             assert not vllm_config.cache_config.enable_prefix_caching
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
         config = self.deployment.config
@@ -88,8 +88,10 @@ class ServedModel(nn.Module):
             raise UserError("A looped model takes prompts as tokens or text, not as embeddings.")
         policy = self.deployment.policy
         batch = None if policy is None else current_batch(str(self.looped_attention[0].attn[0].layer_name))
-        if policy is None or batch is None:
+        if policy is None:
             return self.model(input_ids, positions)
+        if batch is None:
+            return self.model.forward(input_ids, positions)  # which compiles the shared block only
         step = _AdaptiveStep(self, ExitDecision(self.model, policy), batch, input_ids, positions)
         hidden = step.run()
         if self._log is not None:
