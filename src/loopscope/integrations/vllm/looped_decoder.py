@@ -93,7 +93,7 @@ class LoopedAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
         self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
         beside = name.rpartition(".")[0]
-        backend = None if deployment.policy is None else noting_backend(self.cached_width, vllm_config)
+        backend = noting_backend(self.cached_width, vllm_config) if deployment.adaptive else None
         self.attn = nn.ModuleList(
             Attention(
                 self.heads,
@@ -252,7 +252,7 @@ class ParallelDecoder(nn.Module):
         self.num_loops, self.damping, self.eps = deployment.loops, looping.damping, config.rms_norm_eps
         self.prelude, self.core_size, width = looping.prelude, looping.core, config.hidden_size
         self.is_ouro = isinstance(config, OuroConfig)
-        self.turn = None if deployment.policy is None else Turn()
+        self.turn = Turn() if deployment.adaptive else None
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, prefix=f"{prefix}.embed_tokens")
         self.layers = nn.ModuleList(
             ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number), self.turn)
