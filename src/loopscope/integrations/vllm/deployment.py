@@ -39,7 +39,7 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
     readout: str | None = None
     threshold: float | None = None
     policies: dict[str, str] = msgspec.field(default_factory=dict)  # files of those that a request may ask for, by name
-    without_promise: bool = False  # a rule that was calibrated for another cache is used without its promise
+    without_guarantee: bool = False  # a rule that was calibrated for another cache is used without its guarantee
     exits_log: str | None = None  # a file to which every token's loops are written
 
     def __post_init__(self) -> None:
@@ -78,8 +78,8 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 def _described(name: str, policy: ExitPolicy) -> str:
-    promise = "no guarantee" if policy.guarantee is None else f"guarantee: {policy.guarantee.sentence}"
-    return f"{name} is {policy} ({promise})"
+    guarantee = "no guarantee" if policy.guarantee is None else f"guarantee: {policy.guarantee.sentence}"
+    return f"{name} is {policy} ({guarantee})"
 
 
 def read_deployment(
@@ -154,18 +154,19 @@ def _checked(
 ) -> ExitPolicy:
     """The policy as it is served, after it was held to its weights, depth, precision and cache."""
     fixed = policy.fixed_depth is not None
-    if settings.without_promise:
+    if settings.without_guarantee:
         policy = replace(policy, certificate=None, scope=msgspec.structs.replace(policy.scope, cache=None))
     elif not fixed and policy.scope.cache not in (None, "propagate"):
         raise UserError(
             f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
-            "'propagate', for which it promises nothing; to use its rule all the same, add \"without_promise\": true."
+            "'propagate', for which it guarantees nothing; to use its rule all the same, add "
+            '"without_guarantee": true.'
         )
     if policy.guarantee is not None and cache_precision is not None:
         raise UserError(
-            f"The policy's promise is for a cache that holds keys and values as they are computed, and this one holds "
-            f"them in {cache_precision}; leave out --kv-cache-dtype, or use the rule without its promise "
-            '("without_promise": true).'
+            f"The policy's guarantee is for a cache that holds keys and values as they are computed, and this one "
+            f"holds them in {cache_precision}; leave out --kv-cache-dtype, or use the rule without its guarantee "
+            '("without_guarantee": true).'
         )
     tied = policy.model is not None or policy.gate is not None
     here = Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision)

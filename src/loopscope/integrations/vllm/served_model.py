@@ -155,11 +155,11 @@ class _AdaptiveStep:
         depth = self._decoder.num_loops
         while self.ran < depth and (not self.exits.all() or len(self._at_prompt)):
             self._advance()
-            asked = [decision for decision in self._decisions if len(decision.rows)]
-            if self.ran == depth and asked:
-                self._leave(asked, [np.ones(len(decision.rows), dtype=bool) for decision in asked])
-            elif asked := [decision for decision in asked if decision.first_exit <= self.ran < depth]:
-                self._leave(asked, self._stops(asked))
+            deciding = [decision for decision in self._decisions if len(decision.rows)]
+            if self.ran == depth and deciding:
+                self._leave(deciding, [np.ones(len(decision.rows), dtype=bool) for decision in deciding])
+            elif deciding := [decision for decision in deciding if decision.first_exit <= self.ran < depth]:
+                self._leave(deciding, self._stops(deciding))
         for attention in self._model.looped_attention:
             attention.propagate(range(self.ran, depth), self._cache)
         return self._decoder.read(self._head_states(), self._positions)
@@ -170,16 +170,16 @@ class _AdaptiveStep:
         self._hidden = self._cache.put(self._hidden, self._decoder.loop(*given, self.ran, self._cache))
         self.ran += 1
 
-    def _stops(self, asked: Sequence[ExitDecision]) -> list[NDArray[np.bool_]]:
+    def _stops(self, deciding: Sequence[ExitDecision]) -> list[NDArray[np.bool_]]:
         """Who of those that are asked exits now; the first worker decides for all."""
-        rows = [decision.rows for decision in asked]
+        rows = [decision.rows for decision in deciding]
         bounds = np.cumsum([0, *(len(part) for part in rows)])
         last = self._uploaded(self._last[np.concatenate(rows)])
-        logits = self._logits(last) if any(decision.reads_logits for decision in asked) else None
+        logits = self._logits(last) if any(decision.reads_logits for decision in deciding) else None
         workers = get_tp_group()
         stops = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._device)
         if workers.is_first_rank:
-            for decision, (first, end) in zip(asked, pairwise(bounds.tolist()), strict=True):
+            for decision, (first, end) in zip(deciding, pairwise(bounds.tolist()), strict=True):
                 own = None if logits is None or not decision.reads_logits else logits[first:end]
                 found = decision.exits(np.full(end - first, self.ran), own, partial(self._pooled, last[first:end]))
                 stops[first:end] = torch.from_numpy(found.astype(np.uint8))
@@ -201,9 +201,9 @@ class _AdaptiveStep:
         """[n, D] what the gate reads of these tokens."""
         return self._decoder.pooled(self._hidden.index_select(0, last))
 
-    def _leave(self, asked: Sequence[ExitDecision], stops: Sequence[NDArray[np.bool_]]) -> None:
+    def _leave(self, deciding: Sequence[ExitDecision], stops: Sequence[NDArray[np.bool_]]) -> None:
         """Those who exit; what continues a text runs no further, a prompt is read here and goes on."""
-        gone = np.concatenate([decision.keep(~stop) for decision, stop in zip(asked, stops, strict=True)])
+        gone = np.concatenate([decision.keep(~stop) for decision, stop in zip(deciding, stops, strict=True)])
         if not len(gone):
             return
         self.exits[gone] = self.ran
