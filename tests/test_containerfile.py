@@ -13,14 +13,9 @@ import loopscope as ls
 from loopscope.integrations.vllm.deployment import read_deployment
 
 ROOT = Path(__file__).parents[1]
-LINES = (ROOT / "Containerfile").read_text().splitlines()
-
-
-def command(instruction: str) -> list[str]:
-    """The words of the last ENTRYPOINT or CMD."""
-    *_, words = (line.removeprefix(instruction) for line in LINES if line.startswith(instruction))
-    found: list[str] = json.loads(words)
-    return found
+LINES = (ROOT / "Containerfile").read_text().replace("\\\n", "").splitlines()
+(_SERVES,) = (line.removeprefix("ENTRYPOINT") for line in LINES if line.startswith("ENTRYPOINT"))
+COMMAND: list[str] = json.loads(_SERVES)
 
 
 def test_its_vllm_is_one_that_the_extra_takes() -> None:
@@ -44,9 +39,8 @@ def test_what_it_copies_makes_the_wheel() -> None:
 
 @pytest.mark.parametrize("policy", [ls.ExitPolicy("gate", 0.5), ls.ExitPolicy("fixed", 2)])
 def test_it_serves_the_folder_with_its_policy(policy: ls.ExitPolicy, tmp_path: Path) -> None:
-    assert command("ENTRYPOINT")[:3] == ["vllm", "serve", "/model"]
-    option, overrides = command("CMD")
-    assert option == "--hf-overrides"
+    assert COMMAND[:3] == ["vllm", "serve", "/model"]
+    overrides = COMMAND[COMMAND.index("--hf-overrides") + 1]
     settings: dict[str, Any] = json.loads(overrides.replace("/model/", f"{tmp_path}/"))
     policy.save(tmp_path / "policy.json")
     config = json.loads((GOLDEN / "ouro-tiny" / "config.json").read_text())
