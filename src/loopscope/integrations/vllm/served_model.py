@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -99,9 +99,9 @@ class ServedModel(nn.Module):
         if not self.deployment.adaptive:
             return self.model(input_ids, positions)
         batch = current_batch(str(self.looped_attention[0].attn[0].layer_name))
-        if batch is None:
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if batch is None or connector is None or not connector.has_connector_metadata():  # vLLM warms up
             return self.model.forward(input_ids, positions)  # which compiles the shared block only
-        connector = get_kv_transfer_group()
         decisions = self._admitted([request.depth for request in connector.requests(batch)])
         step = _AdaptiveStep(self, decisions, batch, input_ids, positions)
         hidden = step.run()
