@@ -28,7 +28,17 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
+from loopscope.analysis.verdict_text import (
+    NOT_TOLD,
+    Comparison,
+    Finding,
+    aligned,
+    comparison,
+    rounded_percent,
+    verdict_sentence,
+    with_bounds,
+    wrapped,
+)
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.readouts.signals import own_name
@@ -71,6 +81,22 @@ class Diagnosis:
         ours = [self.readout_gap and self.readout_gap.second, self.trajectory_gap and self.trajectory_gap.first]
         ours += [self.room_left and self.room_left.first]
         return tuple(dict.fromkeys(name for name in ours if name)) or (self.best_readout,)
+
+    @property
+    def own_gate(self) -> Comparison | None:
+        """How the model's own gate does against the best readout on the same trajectory, in words."""
+        gap = self.readout_gap
+        return None if gap is None else comparison(gap, gap.second, self.room_left)
+
+    @property
+    def against_reference(self) -> Comparison | None:
+        """How the model's trajectory does against the reference's, in words; None where neither judges the other."""
+        gap = self.trajectory_gap
+        if self.weak_reference:
+            return Comparison(NOT_TOLD, "(the reference is the less accurate one)")
+        if "trajectory" in self.blamed and (gap is None or not gap.blames):
+            return Comparison("less accurate than the reference", "at the best loop of each")
+        return None if gap is None else comparison(gap, "the reference", self.room_left)
 
     @property
     def room_sentence(self) -> str:
