@@ -129,7 +129,7 @@ def test_a_target_out_of_reach_is_said_and_compared_lower_down() -> None:
     poor = subject((1, 2, 3, 4, 9), "blind")
     diagnosis = diagnose_subject(poor, REFERENCE, 0.95)
     assert "No loop of it reaches 95 %" in diagnosis.sentence
-    assert "misses the target that the reference reaches" in diagnosis.sentence or "worse than the reference by" in diagnosis.sentence
+    assert re.search("misses the target that the reference reaches|worse than the reference by", diagnosis.sentence)
     gap = diagnosis.trajectory_gap
     assert gap is not None
     assert 0.7 < gap.accuracy < 0.8
@@ -323,8 +323,8 @@ def test_a_gap_is_told_beside_the_room_that_is_left() -> None:
     level = REFERENCE.level(ls.Target(0.9))
     found = Finding(level, gap, None, room, "readout", behind=False, weak_reference=False)
     sentence = verdict_sentence(subject(QUICK, "lazy"), None, found)
-    assert sentence.startswith("The readout is to blame, but only a little: the model's own gate is slightly worse than")
-    assert "margin by 0.10 loops [0.07, 0.13] at 90 %, where a rule that knows the labels would save 1.31" in sentence
+    assert sentence.startswith("The readout is to blame, but only a little: the model's own gate is slightly worse ")
+    assert "than margin by 0.10 loops [0.07, 0.13] at 90 %, where a rule that knows the labels would save 1.31" in sentence
     assert "little" not in verdict_sentence(subject(QUICK, "lazy"), None, replace(found, room=replace(room, value=0.9)))
 
 
