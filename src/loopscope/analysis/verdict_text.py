@@ -51,7 +51,7 @@ def comparison(gap: Gap, other: str, room: Gap | None) -> Comparison:
     """
     at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
     if gap.first == gap.second:
-        return Comparison("the best readout", f"at {at}, as validation data choose")
+        return Comparison("the best readout", f"at {at} (by validation data)")
     if gap.is_nothing:
         return Comparison(f"as good as {other}", f"at {at} (as many loops)")
     if gap.is_equivalent or (gap.is_no_more and gap.sign == 0):

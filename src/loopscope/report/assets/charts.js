@@ -34,9 +34,15 @@ function theme(specification, dark) {
   };
 }
 
+const BESIDE = 62; // what the axis of charts above each other takes
+
 function sized(specification, data, width) {
   const { set, rows, step = 22 } = specification.usermeta ?? {};
   if (specification.width !== "container") return specification;
+  if (specification.usermeta?.stacked) {
+    const { width: _, vconcat, ...rest } = specification;
+    return { ...rest, vconcat: vconcat.map((part) => ({ ...part, width: width - BESIDE })) };
+  }
   const size = { width, autosize: { type: "fit-x", contains: "padding" } };
   if (rows) {
     const names = [...new Set(data[set].map((row) => String(row[rows])))];
@@ -75,10 +81,19 @@ async function draw(place, name, specification, data = {}, key = null) {
   return chart.last;
 }
 
+// Of a part that is folded there may be no width yet: then half of the page's.
+const widthOfPlace = (place) => Math.max(place.clientWidth || document.querySelector("main").clientWidth / 2, 200);
+
+function refit(place) {
+  const chart = drawn.get(place);
+  if (chart?.specification.width === "container" && chart.width !== widthOfPlace(place)) chart.last = chart.last.then(() => embed(place, chart));
+}
+
 async function embed(place, chart) {
   const { specification, data } = chart;
+  chart.width = widthOfPlace(place);
   const shown = painted({
-    ...sized(specification, data, Math.max(place.clientWidth, 200)),
+    ...sized(specification, data, chart.width),
     datasets: { ...specification.datasets, ...data },
   });
   const options = {

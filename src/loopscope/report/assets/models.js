@@ -31,6 +31,7 @@ function updateModels() {
   const found = head.groups.map((_, group) => group).filter(isKept);
   const few = $("model-filters") && !kept.all;
   const shown = new Set(few ? found.slice(0, FEW) : found);
+  heroChart(shown);
   gapCharts(shown);
   if (!$("model-filters")) return;
   for (const element of document.querySelectorAll("[data-group]"))
