@@ -86,7 +86,7 @@ class Diagnosis:
     def own_gate(self) -> Comparison | None:
         """How the model's own gate does against the best readout on the same trajectory, in words."""
         gap = self.readout_gap
-        return None if gap is None else comparison(gap, gap.second, self.room_left)
+        return None if gap is None else comparison(gap, "the best readout", self.room_left)
 
     @property
     def against_reference(self) -> Comparison | None:

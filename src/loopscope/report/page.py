@@ -30,7 +30,16 @@ from loopscope.errors import visible
 from loopscope.report import tables
 from loopscope.report.figure_style import DARK, GLYPHS, MODELS, STYLES, looks_of
 from loopscope.report.products import Product
-from loopscope.report.verdicts import goal, needed_loops, short_title, short_verdict, summary, title, verdict_lines
+from loopscope.report.verdicts import (
+    goal,
+    needed_loops,
+    short_title,
+    short_verdict,
+    summary,
+    title,
+    uncounted,
+    verdict_lines,
+)
 
 MAX_PAGE_BYTES = 8_000_000
 """What is too much is left out of the parts of single models."""
@@ -178,8 +187,8 @@ def cards(results: Results) -> list[dict[str, Any]]:
         single = gaps = _run_gaps(members[0], tables.has_reference(results))
         if len(members) > 1:
             over = {name: tables.gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
-            gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
-        card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
+            gaps = {name: uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
+        card = dict(zip(_CELLS, [uncounted(cell, len(members)) for cell in row], strict=True))
         verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
         made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": members})
     return made
@@ -209,11 +218,6 @@ def _read_at(diagnosis: Diagnosis) -> str:
     if level.reached < level.accuracy:
         text += ", the highest whole percent that test data reach at that loop"
     return text + ("; a gap, and the depths that it subtracts, at the accuracy beside it (@)." if lower else ".")
-
-
-def _uncounted(text: str, seeds: int) -> str:
-    """Without "(3 of 3)": that all of them are there goes without saying."""
-    return text.replace(f" ({seeds} of {seeds})", "")
 
 
 def scope(results: Results) -> str:
@@ -264,6 +268,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
     return {
         "label": results.targets[0].label,  # of the depth at the report's first target
         "verdicts": [[verdicts[name] for name in group.names] for group in results.groups],
+        "short": {verdict: short_verdict(verdict) for verdict in verdicts.values()},
         "slider_targets": details[0].slider_targets,
         "groups": [group.label for group in results.groups],
         "marks": [

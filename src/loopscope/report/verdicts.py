@@ -139,7 +139,7 @@ def verdict_lines(results: Results) -> list[VerdictLine]:
     for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
         verdict, needed = _verdict(members), [needed_loops(model, results.targets) for model in members]
         label, best = row[0], row[4]
-        loops, _, exits_by = best.partition(", ")
+        loops, _, exits_by = uncounted(best, len(members)).partition(", ")
         if len(members) == 1 and needed[0] is not None:
             loops = _needed_text(needed[0], results.targets[0])
         parts = [
@@ -186,8 +186,13 @@ def _part(name: str, members: Sequence[ModelResult], told: Callable[[ModelResult
         return Part(name, every[0].words, every[0].figures, blamed)
     counts = Counter(each.words for each in every)
     words = [text if len(counts) == 1 else f"{text} ({count} of {len(every)} seeds)" for text, count in counts.items()]
-    size = tables.gap_over_seeds([model.diagnosis.gaps[f"{gap} gap"] for model in members])
-    return Part(name, "; ".join(words), size and f"({size} loops over seeds)", blamed)
+    size = uncounted(tables.gap_over_seeds([model.diagnosis.gaps[f"{gap} gap"] for model in members]), len(members))
+    return Part(name, "; ".join(words), size and f"over seeds: {size} loops", blamed)
+
+
+def uncounted(text: str, seeds: int) -> str:
+    """Without "(3 of 3)": that all of them are there goes without saying."""
+    return text.replace(f" ({seeds} of {seeds})", "")
 
 
 def _trajectory(model: ModelResult, referenced: bool) -> Comparison:

@@ -34,7 +34,7 @@ function theme(specification, dark) {
   };
 }
 
-const BESIDE = 62; // what the axis of charts above each other takes
+const BESIDE = 84; // what the axes of charts above each other take
 
 function sized(specification, data, width) {
   const { set, rows, step = 22 } = specification.usermeta ?? {};
@@ -47,10 +47,7 @@ function sized(specification, data, width) {
   if (rows) {
     const names = [...new Set(data[set].map((row) => String(row[rows])))];
     const most = Math.max(...names.map((name) => name.split("\n").length)); // lines of a name
-    size.height = Math.max(
-      Math.max(step, 13 * most + 6) * names.length,
-      8 * data[set].length * (rows === "model"),
-    );
+    size.height = Math.max(Math.max(step, 13 * most + 6) * names.length, 8 * data[set].length * (rows === "model"));
   }
   return { ...specification, ...size };
 }
@@ -86,7 +83,8 @@ const widthOfPlace = (place) => Math.max(place.clientWidth || document.querySele
 
 function refit(place) {
   const chart = drawn.get(place);
-  if (chart?.specification.width === "container" && chart.width !== widthOfPlace(place)) chart.last = chart.last.then(() => embed(place, chart));
+  if (chart?.specification.width === "container" && chart.width !== widthOfPlace(place))
+    chart.last = chart.last.then(() => embed(place, chart));
 }
 
 async function embed(place, chart) {
@@ -102,7 +100,11 @@ async function embed(place, chart) {
     tooltip: { theme: isDark() ? "dark" : "light", disableDefaultStyle: true },
   };
   chart.result?.finalize();
-  chart.result = await vegaEmbed(place, { ...shown, config: { ...theme(specification, isDark()), background: "transparent" } }, options);
+  chart.result = await vegaEmbed(
+    place,
+    { ...shown, config: { ...theme(specification, isDark()), background: "transparent" } },
+    options,
+  );
   chart.view = chart.result.view;
 }
 

@@ -45,7 +45,9 @@ function gapCharts(groups) {
     const offset = members.length > 1 ? (1.3 * members.indexOf(model)) / (members.length - 1) - 0.65 : 0;
     return { model: wrapped(head.groups[model.group]), seed: model.seed || model.name, offset, value: 0 };
   });
-  const bounds = models.flatMap((model) => Object.values(model.gaps).flatMap(({ value, low, high }) => (value === null ? [] : [value, low, high])));
+  const bounds = models.flatMap((model) =>
+    Object.values(model.gaps).flatMap(({ value, low, high }) => (value === null ? [] : [value, low, high])),
+  );
   const scale = [Math.min(0, ...bounds), Math.max(0, ...bounds)].map((value) => ({ value }));
   for (const place of document.querySelectorAll("[data-gap]")) {
     const { gap } = place.dataset;
@@ -61,7 +63,12 @@ function gapCharts(groups) {
     if (!rows.length) say(place, absent(models, gap));
     else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
       say(place, ZERO[gap] ?? "Zero for every model here that has it.");
-    else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, scale, every: every.filter((row) => present.has(row.model)) });
+    else
+      draw(place, gap.replace(" ", "-"), chart, {
+        gaps: rows,
+        scale,
+        every: every.filter((row) => present.has(row.model)),
+      });
   }
 }
 

@@ -15,7 +15,7 @@ function startModels() {
         const input = make("input", { type: "radio", name: "verdict", value: verdict ?? "all", checked: !verdict });
         input.addEventListener("change", () => ((kept.verdict = verdict), updateModels()));
         const count = head.verdicts.filter((each) => verdict === null || each.includes(verdict)).length;
-        return make("label", {}, input, ` ${verdict ?? "all"} (${count})`);
+        return make("label", {}, input, ` ${head.short[verdict] ?? verdict ?? "all"} (${count})`);
       }),
     );
     $("model-find").addEventListener("input", () => {

@@ -58,29 +58,68 @@ const CHARTS = (() => {
   function hero(title) {
     const x = (axis) => quantity("loops", { scale: { nice: false, zero: false }, ...axis });
     const bottom = x({ title, axis: { tickCount: 8 } });
-    const y = quantity("accuracy", { title: "accuracy", axis: { format: "%", tickCount: 6 }, scale: { zero: false, nice: false, padding: 6 } });
+    const y = quantity("accuracy", {
+      title: "accuracy",
+      axis: { format: "%", tickCount: 6 },
+      scale: { zero: false, nice: false, padding: 6 },
+    });
     const lane = { y: { field: "lane", type: "nominal", sort: null, axis: null } };
     const yOffset = quantity("offset", { scale: { domain: [-3, 3] } });
     const of = tooltip({ model: "model", readout: "readout", text: "accuracy", average: "average loops" });
-    const about = tooltip({ model: "model", seed: "seed", needs: "loops [95 % interval]", reaches: "to reach", readout: "by", verdict: "verdict" });
-    const line = { color: own("colour"), detail: name("line"), order: quantity("order"), strokeWidth: quantity("width", { scale: null }) };
+    const about = tooltip({
+      model: "model",
+      seed: "seed",
+      needs: "loops [95 % interval]",
+      reaches: "to reach",
+      readout: "by",
+      verdict: "verdict",
+    });
+    const line = {
+      color: own("colour"),
+      detail: name("line"),
+      order: quantity("order"),
+      strokeWidth: quantity("width", { scale: null }),
+    };
     const point = { color: own("colour"), shape: own("shape"), tooltip: of };
     const beside = { align: { expr: "datum.left ? 'right' : 'left'" }, dx: { expr: "datum.left ? -9 : 9" } };
-    const label = { ...beside, fontSize: 12, limit: 330, color: "#000000" };
-    const mark = { opacity: { expr: "datum.reached ? 1 : 0" }, size: 110, filled: true, stroke: "#ffffff", strokeWidth: 1 };
+    const label = { ...beside, fontSize: 12, limit: { expr: "datum.limit" }, color: "#000000" };
+    const mark = {
+      opacity: { expr: "datum.reached ? 1 : 0" },
+      size: 110,
+      filled: true,
+      stroke: "#ffffff",
+      strokeWidth: 1,
+    };
     const marked = { ...lane, yOffset, color: own("colour"), tooltip: about };
     const curves = [
       from("ends", "point", { opacity: 0 }, { x: bottom }),
       from("targets", "rule", { strokeDash: [4, 4], color: "#888888", opacity: { expr: "datum.text ? 1 : 0" } }, { y }),
-      from("targets", "text", { align: "left", dx: 4, dy: -7, fontSize: 11, color: "#777777" }, { x: bottom, y, text: name("text") }),
+      from(
+        "targets",
+        "text",
+        { align: "left", dx: 4, dy: -7, fontSize: 11, color: "#777777" },
+        { x: bottom, y, text: name("text") },
+      ),
       from("points", "line", { clip: true, strokeJoin: "round", strokeCap: "round" }, { x: bottom, y, ...line }),
-      from("points", "point", { filled: true, opacity: { expr: "datum.alone ? 1 : 0" }, size: 60 }, { x: bottom, y, ...point }),
-      from("lanes", "point", mark, { x: bottom, y, color: own("colour"), shape: own("shape"), size: quantity("size", { scale: null }), tooltip: about }),
+      from(
+        "points",
+        "point",
+        { filled: true, opacity: { expr: "datum.alone ? 1 : 0" }, size: 60 },
+        { x: bottom, y, ...point },
+      ),
+      from("lanes", "point", mark, {
+        x: bottom,
+        y,
+        color: own("colour"),
+        shape: own("shape"),
+        size: quantity("size", { scale: null }),
+        tooltip: about,
+      }),
     ];
     const lanes = [
       from("ends", "point", { opacity: 0 }, { x: x({ title: null, axis: null }) }),
       from("lanes", "rule", { strokeWidth: 2.5 }, { ...marked, x: quantity("low"), x2: { field: "high" } }),
-      from("lanes", "point", mark, { ...marked, x: quantity("loops"), shape: own("shape") }),
+      from("lanes", "point", { ...mark, size: 70 }, { ...marked, x: quantity("loops"), shape: own("shape") }),
       from("lanes", "text", label, { ...lane, x: quantity("at"), text: name("text") }),
     ];
     return {
