@@ -1,6 +1,6 @@
-"""Prints the numbers with which docs/results/README.md judges the paper's claims, from the study's results.json.
+"""Prints the numbers with which docs/evidence/claims.md judges the paper's claims, from the study's results.json.
 
-python scripts/claims.py [runs/mano/report/results.json | docs/results/results.json.xz]
+python scripts/claims.py [runs/mano/report/results.json | docs/evidence/results.json.xz]
 
 Of another study of MANO, such as `mano-mod3`, it prints what needs no run that only `mano` has.
 """
@@ -413,7 +413,7 @@ def bounded(model: Model, readout: str, target: str) -> str:
 
 
 def main() -> None:
-    file = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/results.json.xz")
+    file = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/evidence/results.json.xz")
     content = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
     results = json.loads(content)
     TARGETS.extend(f"{target['accuracy']:g}" for target in results["targets"])

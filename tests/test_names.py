@@ -63,7 +63,7 @@ def test_scripts_of_the_page_speak_the_same_words() -> None:
 
 def test_every_file_has_its_place_in_the_architecture() -> None:
     """In the first column of a table, under its package; and no file stands there that is gone."""
-    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     tables = text[text.index("## Packages and files") : text.index("## Layers")]
     named = re.findall(r"`([\w/.]+)`", "".join(re.findall(r"^\|[^|]*\|", tables, re.MULTILINE)))
     package = Path(ls.__file__).parent

@@ -22,11 +22,14 @@ def test_every_page_is_in_the_navigation() -> None:
         for kind in ("md", "ipynb")
         for path in docs.rglob(f"*.{kind}")
     }
-    assert pages | {"index", "contributing", "changelog"} == listed
+    packed = {path.relative_to(docs).as_posix().removesuffix(".md.xz") for path in docs.rglob("*.md.xz")}
+    assert pages | packed | {"index", "contributing", "changelog"} == listed
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    found = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.findall(
+        r"^::: ([\w.]+)$", (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for path in found:
         module, _, name = path.rpartition(".")
         assert find_spec(module) is not None, path
@@ -37,7 +40,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 @pytest.mark.filterwarnings("ignore")  # of the kernel's libraries; in its own process nothing is an error
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "docs" / "start" / "tutorial.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are made when the site is built"
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
     printed = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", ()))
@@ -52,7 +55,8 @@ def test_the_site_is_built_strictly() -> None:
     built = subprocess.run([sys.executable, ROOT / "scripts" / "site.py"], capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     site = ROOT / "site"
-    assert "With probability 95 %" in (site / "tutorial.html").read_text(encoding="utf-8")
+    assert "With probability 95 %" in (site / "start" / "tutorial.html").read_text(encoding="utf-8")
     assert "ls.diagnose" in (site / "index.html").read_text(encoding="utf-8")
-    assert 'id="loopscope.trajectory.Trajectory"' in (site / "reference.html").read_text(encoding="utf-8")
+    assert 'id="loopscope.trajectory.Trajectory"' in (site / "reference" / "python.html").read_text(encoding="utf-8")
+    assert "Paired comparisons" in (site / "evidence" / "tables.html").read_text(encoding="utf-8")
     assert (site / "search.js").stat().st_size > 100_000  # what a search without a server reads

@@ -179,7 +179,9 @@ def _files(benchmark: Benchmark, subject: str | None, scored: str, data: Path) -
     files = {name: source / f"{name}.jsonl" for name in (benchmark.pool, scored)}
     for file in files.values():
         if not file.is_file():
-            raise UserError(f"There is no file {file}, which {benchmark.title} needs; docs/benchmarks.md lists them.")
+            raise UserError(
+                f"There is no file {file}, which {benchmark.title} needs; docs/how-to/benchmarks.md lists them."
+            )
     return files
 
 

@@ -1,4 +1,4 @@
-"""Does the model of one's own in docs/your-model.md train, resume, and go all the way to a report?"""
+"""Does the model of one's own in docs/how-to/your-model.md train, resume, and go all the way to a report?"""
 
 import json
 import re
@@ -17,7 +17,7 @@ from loopscope.cli import main
 from loopscope.models.custom_model import MODELS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "your-model.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "your-model.md").read_text()
 SECTION = PAGE[PAGE.index("## Train a model of your own") : PAGE.index("## What the methods must do")]
 COMMANDS = [shlex.split(line) for line in re.findall(r"^loopscope (.*)$", SECTION, re.MULTILINE)]
 SMALL = [change for change in TINY if not change.startswith("model.")]
@@ -45,7 +45,7 @@ def test_the_page_has_the_example_and_its_commands() -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     assert example.endswith(shown)
     assert [words[0] for words in COMMANDS] == [
-        *("train", "record", "record", "diagnose", "report", "bench", "study", "record", "run")
+        *("train", "record", "record", "diagnose", "report", "bench", "study", "record", "answer")
     ]
 
 

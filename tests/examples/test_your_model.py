@@ -1,4 +1,4 @@
-"""Does docs/your-model.md show what runs, and is each way of writing a model right or refused?"""
+"""Does docs/how-to/your-model.md show what runs, and is each way of writing a model right or refused?"""
 
 import re
 import runpy
@@ -180,7 +180,7 @@ class OnlyTheCache(IgnoresTheCache):
 
 
 def test_the_page_shows_the_examples() -> None:
-    page = (ROOT / "docs" / "your-model.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "your-model.md").read_text()
     code = "".join((ROOT / "examples" / name).read_text() for name in ("albert.py", "causal.py", "my_model.py"))
     shown = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(shown) == 4

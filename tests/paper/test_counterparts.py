@@ -227,7 +227,7 @@ def test_one_model_gives_what_it_can() -> None:
 
 
 def test_every_table_and_figure_of_the_paper_is_in_the_docs() -> None:
-    page = (DOCS / "paper.md").read_text()
+    page = (DOCS / "how-to" / "paper.md").read_text()
     for each in (*published().tables, *published().figures):
         (row,) = [line for line in page.splitlines() if f"`{each.label}`" in line]
         assert all(f"`{name}`" in row for name in each.products)

@@ -19,7 +19,7 @@ from loopscope.tasks import CustomTask, load_task
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import CustomTaskSettings, read_settings
 
-DOCS = Path(__file__).parents[2] / "docs" / "tasks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "tasks.md"
 MODULE, STUDY = (
     re.search(rf"```{language}\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]  # type: ignore[index]
     for language in ("python", "toml")

@@ -179,7 +179,7 @@ def test_from_python_a_function_is_given(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "training.md").read_text()
     *_, module, call = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (command,) = re.findall(r"^loopscope (train .*my_losses.*)$", page, re.MULTILINE)
     (tmp_path / "my_losses.py").write_text(module)

@@ -19,7 +19,7 @@ from loopscope.training.settings import Objective, with_source
 from loopscope.training.task_run import TaskRun, train
 from loopscope.training.training_loop import train_run
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "training.md").read_text()
 BAD = """
 def short(loops, step, steps): return [0.5, 0.5]
 def heavy(loops, step, steps): return [0.5] * loops

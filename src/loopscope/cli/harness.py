@@ -9,8 +9,8 @@ loopscope harness MODEL --tasks mmlu --policy policy.json \\
 loopscope harness MODEL --tasks my_task.yaml --json
 
 Tasks have lm_eval's names, or are the paths of their definitions; shots are the task's own unless --shots says so. The
-average loops that were used stand beside the results: of a question, or of a token of text. docs/harness.md says how a
-policy decides, and how lm_eval is called from Python.
+average loops that were used stand beside the results: of a question, or of a token of text. docs/how-to/lm-eval.md says
+how a policy decides, and how lm_eval is called from Python.
 """
 
 import argparse

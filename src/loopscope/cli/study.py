@@ -170,7 +170,7 @@ def _report_finished(options: argparse.Namespace) -> None:
     """Write the report of what is finished.
 
     loopscope study report mano  # of what is finished so far
-    # one table; docs/paper.md lists all products
+    # one table; docs/how-to/paper.md lists all products
     loopscope study report mano --product gate_summary
     """
     expanded = _expand(options)

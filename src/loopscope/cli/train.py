@@ -46,7 +46,7 @@ def define_pretrain(subparsers: Any) -> None:
 
 
 def _train_task(options: argparse.Namespace) -> None:
-    """Train a looped Transformer, or a model of your own.
+    """Train a looped Transformer, or a custom model.
 
     loopscope train demo --out runs/mine
     loopscope train demo --out runs/gate --set objective.name=learned_gate \\
@@ -80,8 +80,8 @@ def _pretrain(options: argparse.Namespace) -> None:
     A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is
     a checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
 
-    With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps; docs/training.md
-    says what the TOML file may hold then.
+    With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps;
+    docs/how-to/training.md says what the TOML file may hold then.
 
     A killed or interrupted run continues with the same command and ends bit-identical.
     """

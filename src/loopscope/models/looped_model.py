@@ -257,7 +257,7 @@ class LoopedModel(nn.Module):
         if not getattr(self, capability):
             raise UserError(
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
-                "docs/your-model.md says how a model gets there."
+                "docs/how-to/your-model.md says how a model gets there."
             )
 
     def set_depth(self, loops: int) -> None:

@@ -2,7 +2,7 @@
 
 A study has parts, one a task or scale. Every `[[parts.runs]]` is the product of its lists: gates x priors x betas x
 seeds, or the user's own objectives x gates x seeds. Or it has `[[checkpoints]]`: models that are there already x
-benchmarks. `expand_study` writes all lists out, once and without PyTorch. docs/studies.md describes the format.
+benchmarks. `expand_study` writes all lists out, once and without PyTorch. docs/how-to/studies.md describes the format.
 """
 
 import re
@@ -96,7 +96,7 @@ class RunGrid(Settings, frozen=True, kw_only=True):
             (custom in (set(), {*self.objective}), "give a custom objective a [[parts.runs]] of its own"),
             (usual or not custom, "prior and beta are of the built-in objectives; a custom one has objective.options"),
             (not with_prior or "final" not in self.prior, "this objective needs a prior over all loops"),
-            (not unknown, f"there is no prior '{', '.join(unknown)}'; docs/studies.md lists what a prior is"),
+            (not unknown, f"there is no prior '{', '.join(unknown)}'; docs/how-to/studies.md lists what a prior is"),
             (
                 ACT not in self.objective or self.prior == _PRIORS,
                 "act has no prior; give it a [[parts.runs]] of its own",
@@ -165,7 +165,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
     known = all(target.readout == AUTO or not needs_labels(target.readout) for target in guarantees)
-    require_values((known, "the oracle needs the labels, so it cannot be promised; choose another readout"))
+    require_values((known, "the oracle needs the labels, so it cannot be guaranteed; choose another readout"))
 
 
 class Study(Settings, frozen=True, kw_only=True):
@@ -284,7 +284,9 @@ def _external_data(folder: str, benchmark: str) -> ExternalSource:
     place = Path(folder) / benchmark
     files = {file for file in place.rglob("*") if file.is_file()}
     if not files:
-        raise UserError(f"There are no files of {benchmark} in {place}; docs/benchmarks.md shows the layout of --data.")
+        raise UserError(
+            f"There are no files of {benchmark} in {place}; docs/how-to/benchmarks.md shows the layout of --data."
+        )
     return ExternalSource(source=str(Path(folder).resolve()), identity=_hashes(place, files))
 
 

@@ -182,7 +182,10 @@ def _misfits(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[s
                 "with persistent=False."
             )
     if halts is None and gated:
-        yield f"This objective trains a gate, and halt of {name} returns None; give the model one (docs/your-model.md)."
+        yield (
+            f"This objective trains a gate, and halt of {name} returns None; give the model one "
+            "(docs/how-to/your-model.md)."
+        )
     if halts is not None and not gated:
         yield f"{name} has a gate without being asked for one; return None from halt unless gate= is given."
     if halts is None or losses.detached_gate_logits is None:
