@@ -50,7 +50,7 @@ def opened(
     assert not complaints, complaints
     assert tab.locator("body[data-ready]").count() == 1
     if not folded:
-        tab.locator("#unfold").click()
+        tab.evaluate("document.querySelectorAll('details.fold').forEach((fold) => (fold.open = true))")
     try:
         yield tab
         tab.wait_for_timeout(300)

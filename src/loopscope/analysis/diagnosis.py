@@ -29,11 +29,11 @@ from loopscope.analysis.targets import (
     target_level,
 )
 from loopscope.analysis.verdict_text import (
-    NOT_TOLD,
-    Comparison,
+    UNDECIDED,
     Finding,
+    GapWords,
     aligned,
-    comparison,
+    gap_words,
     rounded_percent,
     verdict_sentence,
     with_bounds,
@@ -83,20 +83,20 @@ class Diagnosis:
         return tuple(dict.fromkeys(name for name in ours if name)) or (self.best_readout,)
 
     @property
-    def own_gate(self) -> Comparison | None:
+    def own_gate(self) -> GapWords | None:
         """How the model's own gate does against the best readout on the same trajectory, in words."""
         gap = self.readout_gap
-        return None if gap is None else comparison(gap, "the best readout", self.room_left)
+        return None if gap is None else gap_words(gap, "the best readout", self.room_left)
 
     @property
-    def against_reference(self) -> Comparison | None:
+    def against_reference(self) -> GapWords | None:
         """How the model's trajectory does against the reference's, in words; None where neither judges the other."""
         gap = self.trajectory_gap
         if self.weak_reference:
-            return Comparison(NOT_TOLD, "(the reference is the less accurate one)")
+            return GapWords(UNDECIDED, "(the reference is the less accurate one)")
         if "trajectory" in self.blamed and (gap is None or not gap.blames):
-            return Comparison("less accurate than the reference", "at the best loop of each")
-        return None if gap is None else comparison(gap, "the reference", self.room_left)
+            return GapWords("less accurate than the reference", "at the best loop of each")
+        return None if gap is None else gap_words(gap, "the reference", self.room_left)
 
     @property
     def room_sentence(self) -> str:

@@ -20,9 +20,9 @@ _HEADS = {
     "trajectory": "The trajectory is to blame",
     "readout and trajectory": "Both parts are to blame",
     "neither": "Neither part is to blame",
-    "cannot tell": "Whether a part is to blame cannot be told",
+    "cannot tell": "Whether a part is to blame is open",
 }
-NOT_TOLD = "cannot be told with these data"
+UNDECIDED = "cannot be told with these data"
 _MAX_INVERTED = 0.35
 """A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
 _SMALL_SHARE = 0.1
@@ -34,7 +34,7 @@ _BETWEEN_COLUMNS = "  "
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GapWords:
     """How one way to exit does against another: words that need no glossary, and the figures behind them."""
 
     words: str
@@ -44,27 +44,27 @@ class Comparison:
         return f"{self.words} {self.figures}"
 
 
-def comparison(gap: Gap, other: str, room: Gap | None) -> Comparison:
+def gap_words(gap: Gap, other: str, room: Gap | None) -> GapWords:
     """What a gap means, for the terminal and for the page; `other` is what it compares with.
 
     Worse by little beside the `room` that is left is slightly worse.
     """
     at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
     if gap.first == gap.second:
-        return Comparison("the best readout", f"at {at} (by validation data)")
+        return GapWords("the best readout", f"at {at} (by validation data)")
     if gap.is_nothing:
-        return Comparison(f"as good as {other}", f"at {at} (as many loops)")
+        return GapWords(f"as good as {other}", f"at {at} (as many loops)")
     if gap.is_equivalent or (gap.is_no_more and gap.sign == 0):
-        return Comparison(f"{'as good as' if gap.is_equivalent else 'no worse than'} {other}", f"at {at} ({size})")
+        return GapWords(f"{'as good as' if gap.is_equivalent else 'no worse than'} {other}", f"at {at} ({size})")
     if gap.sign == 0:
-        return Comparison(NOT_TOLD, f"({size} against {other} at {at})")
+        return GapWords(UNDECIDED, f"({size} against {other} at {at})")
     words = f"{'worse' if gap.sign > 0 else 'better'} than {other}"
     if gap.low > 0 or gap.high < 0:
         low, high = sorted((abs(gap.low), abs(gap.high)))
         slightly = "slightly " * is_small(gap, room)
-        return Comparison(slightly + words, f"by {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] at {at}")
+        return GapWords(slightly + words, f"by {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] at {at}")
     misses, reaches = ("it", other) if gap.sign > 0 else (other, "it")
-    return Comparison(words, f"({misses} misses the target that {reaches} reaches; at {at}, which both reach: {size})")
+    return GapWords(words, f"({misses} misses the target that {reaches} reaches; at {at}, which both reach: {size})")
 
 
 def is_small(gap: Gap, room: Gap | None) -> bool:
@@ -97,10 +97,10 @@ class Finding:
         blamed = [gap for gap in (self.readout, self.trajectory) if gap is not None and gap.blames]
         return bool(blamed) and not self.behind and all(is_small(gap, self.room) for gap in blamed)
 
-    def told(self, name: str, other: str, gap: Gap, question: str) -> str:
+    def clause(self, name: str, other: str, gap: Gap, question: str) -> str:
         """A gap as a part of the sentence; what is open is a question."""
-        found = comparison(gap, other, self.room)
-        return f"{question} {found}" if found.words == NOT_TOLD else f"{name} is {found}{self.against_room(gap)}"
+        found = gap_words(gap, other, self.room)
+        return f"{question} {found}" if found.words == UNDECIDED else f"{name} is {found}{self.against_room(gap)}"
 
 
 def verdict_sentence(subject: Subject, reference: Subject | None, finding: Finding) -> str:
@@ -162,7 +162,7 @@ def _on_readout(subject: Subject, finding: Finding) -> str:
         return "the model has no gate of its own to compare with"
     if gap is None:
         return "the model's gate and the best readout reach no accuracy above chance together"
-    return finding.told("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
+    return finding.clause("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
 
 
 def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding) -> str:
@@ -181,7 +181,7 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
     if gap is None:
         return behind or "it reaches no accuracy above chance together with the reference"
     question = "whether it is slower" if finding.behind else "whether its trajectory is worse"
-    compared = finding.told("with the readouts that both have, it", "the reference", gap, question)
+    compared = finding.clause("with the readouts that both have, it", "the reference", gap, question)
     return "; ".join(filter(None, (behind, compared)))
 
 

@@ -12,7 +12,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import Target, percent_text
-from loopscope.analysis.verdict_text import Comparison
+from loopscope.analysis.verdict_text import GapWords
 from loopscope.report import tables
 from loopscope.report.figure_style import GREY, VERDICTS
 
@@ -178,10 +178,10 @@ def _needed_text(needed: NeededLoops, target: Target) -> str:
     return f"{needed.loops:.2f}{bounds}{at}"
 
 
-def _part(name: str, members: Sequence[ModelResult], told: Callable[[ModelResult], Comparison], gap: str) -> Part:
+def _part(name: str, members: Sequence[ModelResult], read: Callable[[ModelResult], GapWords], gap: str) -> Part:
     """Of several seeds the words of each, counted, and the mean of their gaps."""
     blamed = any(gap in model.diagnosis.blamed for model in members)
-    every = [told(model) for model in members]
+    every = [read(model) for model in members]
     if len(members) == 1:
         return Part(name, every[0].words, every[0].figures, blamed)
     counts = Counter(each.words for each in every)
@@ -195,15 +195,15 @@ def uncounted(text: str, seeds: int) -> str:
     return text.replace(f" ({seeds} of {seeds})", "")
 
 
-def _trajectory(model: ModelResult, referenced: bool) -> Comparison:
+def _trajectory(model: ModelResult, referenced: bool) -> GapWords:
     if model.is_reference:
-        return Comparison("the reference", "that the others are compared with")
+        return GapWords("the reference", "that the others are compared with")
     if not referenced:
-        return Comparison("not judged", "without a reference")
-    return model.diagnosis.against_reference or Comparison("not judged", "(nothing above chance is reached by both)")
+        return GapWords("not judged", "without a reference")
+    return model.diagnosis.against_reference or GapWords("not judged", "(nothing above chance is reached by both)")
 
 
-def _readout(model: ModelResult) -> Comparison:
+def _readout(model: ModelResult) -> GapWords:
     if tables.gap_cells(model, referenced=False)["readout gap"] == "no gate":
-        return Comparison("none", "")
-    return model.diagnosis.own_gate or Comparison("not judged", "(nothing above chance is reached)")
+        return GapWords("none", "")
+    return model.diagnosis.own_gate or GapWords("not judged", "(nothing above chance is reached)")

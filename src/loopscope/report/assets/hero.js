@@ -37,8 +37,8 @@ function heroCurve({ models: [model], colour, shape, name }, place, count, end) 
   return curve.accuracy.flatMap((accuracy, order) => {
     const loops = curve.loops[order];
     if (curve.extra.includes(order) || loops > end) return [];
-    const said = { model: name, readout, text: percent(accuracy), average: loopsText(loops) };
-    return [{ accuracy, loops, order, line: alone ? `${place} ${order}` : `${place}`, ...looks, ...said }];
+    const tip = { model: name, readout, text: percent(accuracy), average: loopsText(loops) };
+    return [{ accuracy, loops, order, line: alone ? `${place} ${order}` : `${place}`, ...looks, ...tip }];
   });
 }
 
@@ -51,13 +51,13 @@ function heroLane({ models, colour, shape, name, short, group }, size, end, room
   const at = reached.length ? (left ? low : high) : 1;
   const share = (at - 1) / (end - 1);
   const limit = (left ? share : 1 - share) * room - 14;
-  const said = reached.length ? reached.map(({ loops }) => loopsText(loops)).join(", ") : seeds[0].why;
+  const depths = reached.length ? reached.map(({ loops }) => loopsText(loops)).join(", ") : seeds[0].why;
   const looks = { colour, shape, size, at, left, limit, lane: group, verdict: short, model: name };
   return seeds.map((seed, place) => ({
     ...seed,
     ...looks,
     offset: place - (seeds.length - 1) / 2,
-    text: place ? "" : `${said}  ${name}`,
+    text: place ? "" : `${depths}  ${name}`,
   }));
 }
 
@@ -67,6 +67,6 @@ function laneOf({ needed, target }) {
     return { reached: false, loops: 1, low: 1, high: 1, why };
   }
   const { loops, low, high, accuracy, readout } = needed;
-  const said = { needs: `${loopsText(loops)} ${span(low, high, loopsText)}`, reaches: percent(accuracy), readout };
-  return { reached: true, loops, low: low ?? loops, high: high ?? loops, accuracy, ...said };
+  const tip = { needs: `${loopsText(loops)} ${span(low, high, loopsText)}`, reaches: percent(accuracy), readout };
+  return { reached: true, loops, low: low ?? loops, high: high ?? loops, accuracy, ...tip };
 }
