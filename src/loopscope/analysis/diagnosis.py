@@ -29,7 +29,17 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
+from loopscope.analysis.verdict_text import (
+    UNDECIDED,
+    Finding,
+    GapWords,
+    aligned,
+    gap_words,
+    rounded_percent,
+    verdict_sentence,
+    with_bounds,
+    wrapped,
+)
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.leaks import check_calibration
@@ -118,6 +128,22 @@ class Diagnosis(Tabular):
         ours = [self.readout_gap and self.readout_gap.second, self.trajectory_gap and self.trajectory_gap.first]
         ours += [self.room_left and self.room_left.first]
         return tuple(dict.fromkeys(name for name in ours if name)) or (self.best_readout,)
+
+    @property
+    def own_gate(self) -> GapWords | None:
+        """How the model's own gate does against the best readout on the same trajectory, in words."""
+        gap = self.readout_gap
+        return None if gap is None else gap_words(gap, "the best readout", self.room_left)
+
+    @property
+    def against_reference(self) -> GapWords | None:
+        """How the model's trajectory does against the reference's, in words; None where neither judges the other."""
+        gap = self.trajectory_gap
+        if self.weak_reference:
+            return GapWords(UNDECIDED, "(the reference is the less accurate one)")
+        if "trajectory" in self.blamed and (gap is None or not gap.blames):
+            return GapWords("less accurate than the reference", "at the best loop of each")
+        return None if gap is None else gap_words(gap, "the reference", self.room_left)
 
     @property
     def room_sentence(self) -> str:
