@@ -28,7 +28,7 @@ from loopscope.readouts.readout import find_readout, readout_definition, require
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import own_name
 from loopscope.row_overlap import KeySketch
-from loopscope.scope import ANYTHING, Scope, scope_of
+from loopscope.scope import ANYTHING, CacheMode, Scope, scope_of
 from loopscope.trajectory import Trajectory
 
 Loss = Literal["gap", "disagreement"]
@@ -212,6 +212,11 @@ class ExitPolicy:
         return self.scope.model
 
     @property
+    def cache(self) -> CacheMode:
+        """With which it writes text unless another is asked for: the KV cache that it was calibrated for, or `full`."""
+        return self.scope.cache or "full"
+
+    @property
     def fixed_depth(self) -> int | None:
         """The loop at which everything exits; None for a policy that looks at a signal."""
         return int(self.threshold or 0) if required_readout(self.readout).takes == "depth" else None
@@ -310,6 +315,14 @@ class ExitPolicy:
         )
         scope = msgspec.structs.replace(self.scope, model=None, precision=None)
         return replace(self, gate=gate, scope=scope, certificate=None)
+
+    def for_stored_weights(self, weights: str) -> Self:
+        """The same policy for the same model, whose weights lie in other files by now: these have another hash."""
+        gate = self.gate
+        if gate is not None and "weights_sha256" in gate.provenance:
+            gate = replace(gate, provenance={**gate.provenance, "weights_sha256": weights})
+        scope = self.scope if self.scope.model is None else msgspec.structs.replace(self.scope, model=weights)
+        return replace(self, gate=gate, scope=scope)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""

@@ -110,7 +110,7 @@ def stream(
     max_new_tokens: int = 128,
     stop: Collection[int] = (),
     stopping_criterion: Callable[[Any, int], bool] | None = None,
-    cache: CacheMode = "full",
+    cache: CacheMode | None = None,
     sampling: Sampling | None = None,
     lossless: bool = False,
     batch_size: int = 8,
@@ -123,6 +123,9 @@ def stream(
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
     is drawn: a prompt has random numbers of its own. A prompt's own policy is taken before `policy`.
 
+    `cache` is what later tokens find of those that exited: by default the cache that `policy` was calibrated for, or
+    `full`.
+
     With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
     which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
@@ -130,6 +133,8 @@ def stream(
     """
     if min(max_new_tokens, batch_size) < 1:
         raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
+    if cache is None:
+        cache = "full" if lossless or policy is None else policy.cache
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":

@@ -113,7 +113,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The labels that count, of which transformers knows only that they are not -100."""
         counted = [
-            {**batch, "labels": PaddedBatch.counted(batch["labels"], batch.get("attention_mask"))}
+            {
+                **batch,
+                "labels": PaddedBatch.counted(batch["labels"], batch.get("attention_mask"), batch.get("position_ids")),
+            }
             if "labels" in batch
             else batch
             for batch in batch_samples
