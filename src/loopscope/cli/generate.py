@@ -136,12 +136,15 @@ def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope generate` was asked."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
+    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
+    by_hand = Rule(None, options.readout, options.threshold, options.loops)
+    usual = by_hand.exit_policy(options.any_model)
     folder = inputs.find_model(options.model, text=True)
-    if options.policy is None and options.readout is None and options.loops is None:
+    if options.policy is None and usual is None:
         options.policy = named_policy(folder)
     file = None if options.policy is None else str(options.policy)
-    usual = Rule(file, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
-    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
+    if file is not None:
+        usual = Rule(file).exit_policy(options.any_model)
     options.cache = options.cache or ("full" if usual is None or options.lossless else usual.cache)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine import generation, sampling
