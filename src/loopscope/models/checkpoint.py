@@ -41,7 +41,7 @@ from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
 from loopscope.models.linear import pack_weights
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
-from loopscope.models.looped_model import LoopedModel
+from loopscope.models.looped_model import LoopedModel, plain_tensors
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
 
@@ -156,7 +156,8 @@ def require_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a NaN or an infinity; one pass over each, and one number leaves the device."""
-    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    parts = (part for each in tensors.items() for part in plain_tensors(*each))
+    filled = {name: tensor.detach() for name, tensor in parts if tensor.numel()}
     if not filled:
         return None
     finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in filled.values()])
