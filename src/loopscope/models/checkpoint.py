@@ -29,6 +29,7 @@ from loopscope.models.checkpoint_folder import (
     WEIGHTS,
     CheckpointConfig,
     check_hashes,
+    check_plain,
     find_checkpoint,
     looped_model_type,
     read_checkpoint_config,
@@ -75,6 +76,7 @@ def load_model(
     device = check_device(device)
     path = find_checkpoint(source, revision)
     check_hashes(path)
+    check_plain(path)
     model = model_without_weights(path)
     fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.to(device)  # what no file holds: constants that a class of the user's has made

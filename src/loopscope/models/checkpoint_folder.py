@@ -321,6 +321,19 @@ def no_named_policy(name: str, source: str | Path) -> UserError:
     )
 
 
+class _Quantised(msgspec.Struct, frozen=True):
+    quantization_config: dict[str, Any] | None = None
+
+
+def check_plain(folder: Path) -> None:
+    """Reject quantised weights, which transformers reads."""
+    if read_json(_Quantised, folder / CONFIG, "model configuration").quantization_config is not None:
+        raise UserError(
+            f"The weights in {folder} are quantised; load them by transformers (AutoModelForCausalLM.from_pretrained, "
+            "with `import loopscope.integrations.transformers`): its `looped` is the model for LoopScope."
+        )
+
+
 class _ShardIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
