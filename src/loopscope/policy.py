@@ -28,7 +28,7 @@ from loopscope.readouts.readout import find_readout, readout_definition, require
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import own_name
 from loopscope.row_overlap import KeySketch
-from loopscope.scope import ANYTHING, Scope, scope_of
+from loopscope.scope import ANYTHING, CacheMode, Scope, scope_of
 from loopscope.trajectory import Trajectory
 
 Loss = Literal["gap", "disagreement"]
@@ -238,6 +238,11 @@ class ExitPolicy:
         return self.scope.model
 
     @property
+    def cache(self) -> CacheMode:
+        """Return the KV cache with which it writes text: the one that it was calibrated for, or `full`."""
+        return self.scope.cache or "full"
+
+    @property
     def fixed_depth(self) -> int | None:
         """Return the loop at which every row exits; None for a policy that reads a signal."""
         return int(self.threshold or 0) if required_readout(self.readout).takes == "depth" else None
@@ -394,6 +399,25 @@ class ExitPolicy:
         )
         scope = msgspec.structs.replace(self.scope, model=None, precision=None)
         return replace(self, gate=gate, scope=scope, certificate=None)
+
+    def for_stored_weights(self, weights: str) -> Self:
+        """Return the same policy for the same model, whose weights were saved again and have another hash.
+
+        Parameters
+        ----------
+        weights
+            The hash of the weights as they were saved.
+
+        Returns
+        -------
+        ExitPolicy
+            The same rule and certificate, for these weights.
+        """
+        gate = self.gate
+        if gate is not None and "weights_sha256" in gate.provenance:
+            gate = replace(gate, provenance={**gate.provenance, "weights_sha256": weights})
+        scope = self.scope if self.scope.model is None else msgspec.structs.replace(self.scope, model=weights)
+        return replace(self, gate=gate, scope=scope)
 
     def exit_loops(self, recording: Trajectory | None = None, **arrays: Any) -> NDArray[np.int64]:
         """Replay the policy: at which loop does every example exit?

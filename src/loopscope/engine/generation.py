@@ -160,7 +160,7 @@ def stream(
     max_new_tokens: int = 128,
     stop: Collection[int] = (),
     stopping_criterion: Callable[[Any, int], bool] | None = None,
-    cache: CacheMode = "full",
+    cache: CacheMode | None = None,
     sampling: Sampling | None = None,
     lossless: bool = False,
     batch_size: int = 8,
@@ -186,7 +186,8 @@ def stream(
     stopping_criterion
         A function of key and token that tells whether the text ends.
     cache
-        Keys and values of a token that exited early: "full" (the default), "propagate" or "latest".
+        Keys and values of a token that exited early: "full", "propagate" or "latest" (default: the cache that `policy`
+        was calibrated for, or "full").
     sampling
         How tokens are drawn (default: the likeliest token).
     lossless
@@ -217,6 +218,8 @@ def stream(
     """
     if min(max_new_tokens, batch_size) < 1:
         raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
+    if cache is None:
+        cache = "full" if lossless or policy is None else policy.cache
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":

@@ -29,6 +29,7 @@ from loopscope.models.checkpoint_folder import (
     WEIGHTS,
     CheckpointConfig,
     check_hashes,
+    check_plain,
     find_checkpoint,
     looped_model_type,
     read_checkpoint_config,
@@ -41,7 +42,7 @@ from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
 from loopscope.models.linear import pack_weights
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
-from loopscope.models.looped_model import LoopedModel
+from loopscope.models.looped_model import LoopedModel, plain_tensors
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
 
@@ -99,6 +100,7 @@ def load_model(
     device = check_device(device)
     path = find_checkpoint(source, revision)
     check_hashes(path)
+    check_plain(path)
     model = model_without_weights(path)
     fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.to(device)  # what no file holds: constants that a class of the user's has made
@@ -180,7 +182,8 @@ def require_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a NaN or an infinity; one pass over each, and one number leaves the device."""
-    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    parts = (part for each in tensors.items() for part in plain_tensors(*each))
+    filled = {name: tensor.detach() for name, tensor in parts if tensor.numel()}
     if not filled:
         return None
     finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in filled.values()])

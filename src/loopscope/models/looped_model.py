@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError, reason
@@ -171,8 +172,10 @@ class LoopedModel(nn.Module):
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights."""
-        return str(next(self.parameters()).dtype).removeprefix("torch.")
+        """Return the precision of the weights; of quantised weights their kind, too."""
+        kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
+        plain = next(self.parameters()).dtype
+        return " with ".join((str(plain).removeprefix("torch."), *sorted(kinds)))
 
     @property
     def is_identified(self) -> bool:
@@ -206,7 +209,8 @@ class LoopedModel(nn.Module):
         for name, module in self.named_modules(remove_duplicate=False):
             held: dict[str, Tensor] = {}
             module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
-            yield from held.items()
+            for key, tensor in held.items():
+                yield from plain_tensors(key, tensor)
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -629,6 +633,16 @@ _LACKING = {
     "branches": "no branches (branches = True)",
     "causal": "that it looks ahead (causal = False)",
 }
+
+
+def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor itself, or the plain ones of which a quantised one is made, under names that say how it computes."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    parts, settings = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from plain_tensors(f"{name}.{type(tensor).__name__}({settings}).{part}", getattr(tensor, part))
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -24,7 +24,7 @@ from loopscope.files import BESIDE
 from loopscope.leaks import check_gate_data, fitting_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
+from loopscope.models.checkpoint_folder import GENERATION, HASHES, POLICY, beside_weights, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -161,8 +161,10 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     gate.check(weights_sha256(checkpoint))
     with artifact_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
-        shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
+        others = ("recordings", "gates", "policy*", POLICY.split("/")[0], HASHES, *(f"{prefix}*" for prefix in BESIDE))
+        shutil.copytree(checkpoint, scratch, ignore=shutil.ignore_patterns(*others), dirs_exist_ok=True)
+        if (scratch / GENERATION).is_file():
+            (scratch / GENERATION).write_bytes(beside_weights(checkpoint, GENERATION))
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
