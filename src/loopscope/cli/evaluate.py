@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope evaluate` to the parser."""
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
-    two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them; with "
+    two = "a run, a folder of recordings, or example:demo; or two recordings, for choosing thresholds and for evaluating them; with "
     two += "--policy, one of held-out examples"
-    option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
+    option(parser, "recordings", two, type=inputs.recorded_run, nargs="+", metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "check this policy on one held-out recording")
     inputs.add_policy_options(parser)
     option(parser, "--monitor", "watch the recording under the policy")
