@@ -1,6 +1,6 @@
 """Which recordings come with LoopScope? Those of the demo's models, small enough to be tried right after installation.
 
-`demo/MODEL/SPLIT` is a recording like any other, made by `scripts/example_recordings.py` from a run of `loopscope demo`:
+`demo/MODEL/SPLIT` is a recording like any other. `scripts/example_recordings.py` made it of a run of `loopscope demo`:
 some of the examples, in half precision, with the logits of the two answers and the largest of all others.
 """
 
@@ -62,13 +62,11 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     'neither'
     """
     check_known(name, SHIPPED, "example")
-    return {
-        model: (
-            Trajectory.load(EXAMPLES / name / model / "validation"),
-            Trajectory.load(EXAMPLES / name / model / "test"),
-        )
-        for model in SHIPPED[name].models
-    }
+    loaded = {}
+    for model in SHIPPED[name].models:
+        validation, test = (Trajectory.load(EXAMPLES / name / model / split) for split in ANALYSED)
+        loaded[model] = (validation, test)
+    return loaded
 
 
 def example_folder(text: str) -> Path:
