@@ -12,6 +12,7 @@ from loopscope.engine.generation import Prompt as Prompt, generate as generate, 
 from loopscope.engine.requests import Request as Request, choices as choices
 from loopscope.engine.scheduler import Answer as Answer, run as run
 from loopscope.errors import UserError as UserError
+from loopscope.example_recordings import load_example as load_example
 from loopscope.frontier import (
     Frontier as Frontier,
     FrontierPlot as FrontierPlot,

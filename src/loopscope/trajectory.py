@@ -468,7 +468,8 @@ class Trajectory:
         """
         arrays = {name: values for name, values in self._arrays.items() if name != "hidden"}
         arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
-        files: dict[str, Any] = {TRAJECTORY: arrays}
+        arrays = {name: _narrow(values) for name, values in arrays.items()}
+        files: dict[str, Any] = {TRAJECTORY: dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))}
         if self.hidden is not None:
             files[HIDDEN] = {"hidden": self.hidden}
         if self.examples is not None:
@@ -515,6 +516,15 @@ class Trajectory:
             )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+
+
+def _narrow(values: Array) -> Array:
+    """Whole numbers in the smallest type that holds all of them; other arrays as they are."""
+    if values.dtype != np.int64:
+        return values
+    low, high = values.min(), values.max()
+    kinds = (np.int8, np.int16, np.int32, np.int64)
+    return values.astype(next(kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max))
 
 
 def _some_rows(values: Array) -> Iterator[slice]:
