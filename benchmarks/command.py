@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from loopscope.cli import answer
+from loopscope.cli import run_command
 from loopscope.cli.options import Execute, Parser, described
 from loopscope.cli.output import machine_line, print_json, print_table
 from loopscope.progress import track
@@ -23,7 +23,7 @@ def run_benchmark(
         define(parser)
         return parser
 
-    return answer(sys.argv[1:] if words is None else list(words), make)
+    return run_command(sys.argv[1:] if words is None else list(words), make)
 
 
 def print_measured(result: Any, title: str, columns: list[str], rows: list[list[str]], as_json: bool) -> None:

@@ -4,7 +4,7 @@ python -m benchmarks.drift
 python -m benchmarks.drift runs/demo/fixed-geometric/recordings/test
 python -m benchmarks.drift --streams 100 --examples 1000 --length 3000 --json
 
-Every stream has its own calibration: a threshold is promised on data drawn from a population whose truth is known
+Every stream has its own calibration: a threshold is guaranteed on data drawn from a population whose truth is known
 (`benchmarks.guarantees`), then the stream goes by, drawn from the same population: without a change, and with several
 kinds of it after 1,000 examples. Recordings serve as populations, too. What changes, from one example on:
 
@@ -12,8 +12,8 @@ kinds of it after 1,000 examples. Recordings serve as populations, too. What cha
 - another model: its margins are scaled, as by other weights or another precision;
 - other answers: exits stay as they are, and early answers are wrong more often.
 
-One population is promised on average over calibrations, where many a policy breaks its promise from the start: there
-exits alone are watched.
+One population has a guarantee on average over calibrations, which many a policy breaks from the start: there exits
+alone are watched.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class FalseAlarms(msgspec.Struct, frozen=True):
     population: str
     streams: int
     refused: int  # calibrations that proved nothing and were drawn again
-    broken: float  # share of streams whose promise is not true from the start
+    broken: float  # share of streams whose guarantee is not true from the start
     alarms: float  # share of streams
     by_exits: float
     by_risk: float
@@ -123,13 +123,13 @@ def bench_drift(
 
 
 def on_average(population: Population) -> Population:
-    """Promised on average over calibrations."""
+    """Guaranteed on average over calibrations."""
     options = {**population.risk_options, "in_expectation": True}
     return replace(population, name=f"{population.name}, on average", risk_options=options)
 
 
 def _by_margin(population: Population) -> Population:
-    """Promised over all difficulties, for a signal that can be scaled."""
+    """Guaranteed over all difficulties, for a signal that can be scaled."""
     return replace(population, risk_options={"readout": "margin"})
 
 
@@ -304,7 +304,7 @@ def _print(result: DriftBench, streams: int) -> None:
         ]
         for each in result.without
     ]
-    columns = ["population", "alarms", "by exits", "by risk", "promise broken", "refused, drawn again"]
+    columns = ["population", "alarms", "by exits", "by risk", "guarantee broken", "refused, drawn again"]
     print_table(title, columns, rows)
     title = f"The same with a change after {result.change:,}; delay: median and quartiles, in examples"
     columns = ["population", "change", "loops", "risk, %", "before it", "detected", "by exits", "delay"]

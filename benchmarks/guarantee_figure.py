@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.guarantees`: are promises kept, and what do they cost?"""
+"""The figure of `benchmarks.guarantees`: are guarantees kept, and what do they cost?"""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ def write_guarantee_figure(bench: GuaranteeBench, file: Path) -> None:
 
 
 def guarantee_panels(bench: GuaranteeBench, style: FigureStyle) -> Specification:
-    """How often promises are broken, and what they cost against hindsight, by the number of examples."""
+    """How often guarantees are broken, and what they cost against hindsight, by the number of examples."""
     sets: dict[str, list[dict[str, Any]]] = {}
 
     def named(values: list[dict[str, Any]]) -> alt.NamedData:
@@ -25,7 +25,7 @@ def guarantee_panels(bench: GuaranteeBench, style: FigureStyle) -> Specification
         sets[name] = values
         return alt.NamedData(name=name)
 
-    methods = {"promise": "with a promise", "usual": "laxest within the limit"}
+    methods = {"guarantee": "with a guarantee", "usual": "laxest within the limit"}
     broken = [
         {"population": each.population, "method": methods[each.method], "broken": each.broken}
         for each in bench.coverage
@@ -71,7 +71,7 @@ def guarantee_panels(bench: GuaranteeBench, style: FigureStyle) -> Specification
     )
     size = {"width": 1.3 * style.width, "height": 1.3 * style.height}
     panels = alt.hconcat(
-        (bars + allowed).properties(title="Is the promise kept? (dashed: allowed)", **size),
+        (bars + allowed).properties(title="Is the guarantee kept? (dashed: allowed)", **size),
         lines.properties(title="What does it cost?", **size),
     ).resolve_scale(color="independent", shape="independent")
     return {**panels.to_dict(), "config": style.config, "usermeta": {"columns": 2}, "datasets": sets}

@@ -1,7 +1,7 @@
-"""Are promises kept, and what do they cost, where the truth is known?
+"""Are guarantees kept, and what do they cost, where the truth is known?
 
 python -m benchmarks.guarantees
-python -m benchmarks.guarantees runs/demo/fixed-geometric/recordings/test --figure promises.png
+python -m benchmarks.guarantees runs/demo/fixed-geometric/recordings/test --figure guarantees.png
 python -m benchmarks.guarantees --calibrations 100 --examples 500 --json
 python -m benchmarks.guarantees --population sequences --population "sequences, all or nothing"
 
@@ -87,7 +87,7 @@ class GuaranteeBench(msgspec.Struct, frozen=True):
     max_drop: float
     confidence: float
     coverage: list[Coverage]
-    price: list[Coverage]  # of the promise, for several numbers of examples
+    price: list[Coverage]  # of the guarantee, for several numbers of examples
 
 
 def bench_guarantees(
@@ -97,14 +97,14 @@ def bench_guarantees(
     progress: ProgressCallback,
     only: Sequence[str] = (),
 ) -> GuaranteeBench:
-    """Populations (all, or `only` some) at one size; and the promise's price on some and on recordings, at several."""
+    """Populations (all, or `only` some) at one size; the guarantee's price on some and on recordings, at several."""
     given = [recorded(name, trajectory) for name, trajectory in recordings.items()]
     known = populations()
     known = [each for each in known if not only or each.name in only]
     priced = [*(each for each in known if each.name in _PRICED), *given]
     fewer = max(1, calibrations // 5)
     jobs: list[tuple[Population, int, int, list[str] | None]] = [(each, size, calibrations, None) for each in known]
-    jobs += [(each, count, fewer, ["promise"]) for each in priced for count in SIZES]
+    jobs += [(each, count, fewer, ["guarantee"]) for each in priced for count in SIZES]
     total, before = sum(job[2] for job in jobs), 0
     found = []
     for job in jobs:
@@ -255,21 +255,21 @@ def _recorded(
 
 
 def methods(population: Population) -> dict[str, Method]:
-    """The promise, the promise on average, and the usual way.
+    """The guarantee, the guarantee on average, and the usual way.
 
-    For sequences also the promise by another bound than bets, and their decisions taken for examples.
+    For sequences also the guarantee by another bound than bets, and their decisions taken for examples.
     """
     risk_options = population.risk_options
     made: dict[str, Method] = {
-        "promise": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_options),
+        "guarantee": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_options),
         "on average": lambda drawn: conformal_risk_control(drawn, MAX_DROP, **risk_options),
         "usual": lambda drawn: usual(population, drawn),
     }
     if population.trajectory.sequences is not None:
-        made["promise, Hoeffding-Bentkus"] = lambda drawn: calibrate(
+        made["guarantee, Hoeffding-Bentkus"] = lambda drawn: calibrate(
             drawn, MAX_DROP, CONFIDENCE, bound="hoeffding_bentkus", **risk_options
         )
-        made["promise, decisions counted"] = lambda drawn: calibrate(
+        made["guarantee, decisions counted"] = lambda drawn: calibrate(
             _recorded(drawn.signals, drawn.correct), MAX_DROP, CONFIDENCE, **risk_options
         )
     return made
@@ -428,7 +428,7 @@ def _print(result: GuaranteeBench, options: argparse.Namespace) -> None:
     for each in result.price:
         priced.setdefault(each.population, [f"{each.hindsight_loops:.2f}"]).append(f"{each.loops:.2f}")
     title = (
-        f"The price: loops of the promise, by the number of examples ({result.price[0].calibrations:,} calibrations)"
+        f"The price: loops of the guarantee, by the number of examples ({result.price[0].calibrations:,} calibrations)"
     )
     columns = ["population", "hindsight", *(f"{size:,}" for size in sizes)]
     print_table(title, columns, [[name, *cells] for name, cells in priced.items()])

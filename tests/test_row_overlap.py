@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.errors import UserError
 from loopscope.row_overlap import RowKeys, sequence_keys, text_keys
 from loopscope.splits import check_calibration
@@ -185,4 +185,4 @@ def test_a_policy_knows_its_calibration_data_again(disguise: str, tmp_path: Path
     with pytest.raises(
         UserError, match=r"About [\d,]+ of the [\d,]+ examples of this recording have the same .* the guarantee"
     ):
-        hold_out(policy, DISGUISES[disguise](recorded().take(np.arange(1, ROWS))))
+        check_policy(policy, DISGUISES[disguise](recorded().take(np.arange(1, ROWS))))

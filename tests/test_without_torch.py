@@ -37,8 +37,8 @@ validation.save("recorded/validation")
 test.save("recorded/test")
 from loopscope.cli import main
 for words in (
-    "diagnose recorded", "evaluate recorded --gate stopper", "compare recorded gate margin",
-    "evaluate recorded --policy policy.json --monitor", "calibrate recorded --max-drop 0.1 --out again.json",
+    "diagnose recorded", "sweep recorded --fitted stopper", "compare recorded gate margin",
+    "monitor recorded --policy policy.json", "calibrate recorded --max-drop 0.1 --out again.json",
     "report recorded --out report",
 ):
     assert main(words.split()) == 0, words

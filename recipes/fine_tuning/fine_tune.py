@@ -134,7 +134,7 @@ def main() -> None:
     test = recordings["after", "test"]
     exits = policy.exit_loops(test)
     right = test.correct[range(len(exits)), exits - 1].mean()
-    print(policy.guarantee.sentence if policy.guarantee else "Nothing could be promised.")
+    print(policy.guarantee.sentence if policy.guarantee else "Nothing could be guaranteed.")
     print(
         f"{policy}: {exits.mean():.2f} of {test.num_loops} loops on the test text, {100 * right:.1f} % right "
         f"({100 * test.correct[:, -1].mean():.1f} % at full depth)"

@@ -5,8 +5,8 @@
 
 writes `train.txt` and `validation.txt` (every fiftieth article), plain paragraphs of articles in their order, with
 `<|endoftext|>` between articles; and the beginnings of the articles after those, in turn to `calibration.txt` and
-`test.txt`: promises count documents, so there are many short ones. Nothing of the package is installed or run. The text
-is Wikipedia's of 2006 (CC BY-SA and GFDL); the markup is taken out by a few rules, so here and there a trace of it
+`test.txt`: guarantees count documents, so there are many short ones. Nothing of the package is installed or run. The
+text is Wikipedia's of 2006 (CC BY-SA and GFDL); the markup is taken out by a few rules, so here and there a trace of it
 stays.
 """
 

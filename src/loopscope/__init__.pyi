@@ -2,6 +2,7 @@
 
 from loopscope.analysis.comparison import Comparison as Comparison, compare as compare
 from loopscope.analysis.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
+from loopscope.analysis.held_out import HeldOut as HeldOut, check_policy as check_policy
 from loopscope.analysis.targets import Target as Target
 from loopscope.analysis.transfer import TransferResult as TransferResult, transfer as transfer
 from loopscope.certify.calibration import calibrate as calibrate, conformal_risk_control as conformal_risk_control

@@ -44,7 +44,7 @@ class ExitState:
             )
         if policy.readout.startswith(FITTED) and policy.gate is None:
             what = "stopper" if policy.readout.startswith(STOPPER) else "gate"
-            raise UserError(f"To run with '{policy.readout}' the policy must carry that {what}; give it with --gate.")
+            raise UserError(f"To run with '{policy.readout}' the policy must carry that {what}; give it with --fitted.")
         policy.check_depth(num_loops)
         self.policy, self.num_loops = policy, num_loops
         self._stopper: RowStates | None = None

@@ -58,7 +58,7 @@ class Evidence(Settings, frozen=True, kw_only=True):
     difficulty: float | None
     units: int  # examples, or sequences
     loss: float  # on average
-    p_value: float | None  # of "the risk is above the limit"; None for a promise in expectation
+    p_value: float | None  # of "the risk is above the limit"; None for a guarantee in expectation
 
 
 class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
@@ -168,7 +168,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
         file = build(cls, values, str(path))
         if file.certificate is not None and not is_intact(file):
             raise UserError(
-                f"{path} was altered since it was calibrated, so its promise is void; calibrate it again, or set its "
+                f"{path} was altered since it was calibrated, so its guarantee is void; calibrate it again, or set its "
                 "certificate to null."
             )
         return file
@@ -275,11 +275,11 @@ class ExitPolicy:
         reject(self._misfits(weights, num_loops))
 
     def _misfits(self, weights: str | None, num_loops: int) -> Iterator[str]:
-        without = "or use it without its promise (--any-model, or policy.for_any_model())"
+        without = "or use it without its guarantee (--any-model, or policy.for_any_model())"
         if self.model is not None and weights is not None and not same_model(self.model, weights):
             yield (
                 f"This policy was calibrated for another model ({model_words(self.model, str(weights))}), and "
-                f"promises nothing for this one; calibrate it for this model, {without}."
+                f"guarantees nothing for this one; calibrate it for this model, {without}."
             )
         if self.guarantee is not None and self.guarantee.loops != num_loops:
             yield (

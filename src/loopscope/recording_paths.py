@@ -83,7 +83,7 @@ def _recordings_in(path: Path) -> Path:
 def _one_recording(path: Path) -> UserError:
     if _word(path / MANIFEST, "kind") == "live run":
         return UserError(
-            f"{path} is a live run, which only `loopscope calibrate` and `loopscope evaluate --policy` read; give the "
+            f"{path} is a live run, which only `loopscope calibrate` and `loopscope check --policy` read; give the "
             "recordings of the model."
         )
     folder = path.parent
@@ -91,7 +91,7 @@ def _one_recording(path: Path) -> UserError:
         give = f"give the folder of both: {folder}"
     else:
         give = (
-            "give a folder that holds both, as `validation` and `test`, or give both to `loopscope evaluate VALIDATION "
+            "give a folder that holds both, as `validation` and `test`, or give both to `loopscope sweep VALIDATION "
             "TEST`"
         )
     return UserError(

@@ -62,7 +62,7 @@ class Scope(Settings, frozen=True, kw_only=True):
             if name == "cache":
                 remedy = (
                     f"write with that cache (--cache {getattr(self, name)}; to check it: loopscope record live), or "
-                    "give its readout and threshold by hand, without a promise"
+                    "give its readout and threshold by hand, without a guarantee"
                 )
             elif name == "precision":
                 remedy = (

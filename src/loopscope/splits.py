@@ -111,7 +111,7 @@ def check_gate_data(recording: Trajectory) -> None:
     if recording.hidden is None or recording.num_loops < 2:
         raise UserError(
             "A gate is fitted on hidden states of two loops or more, which this recording does not keep; record it "
-            "with --hidden, or give those of your own: Trajectory(hidden=...)."
+            "with --hidden, or give them: Trajectory(hidden=...)."
         )
 
 

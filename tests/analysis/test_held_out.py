@@ -1,4 +1,4 @@
-"""Held-out checks: a promise that is kept, one that is broken, and data that cannot tell."""
+"""Held-out checks: a guarantee that is kept, one that is broken, and data that cannot tell."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.certify.bounds import risk_interval
 
 
@@ -22,7 +22,7 @@ def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> 
 
 @pytest.fixture(scope="module")
 def policy() -> ls.ExitPolicy:
-    """Promises 1 %, 95 % sure, of exits at loop 1."""
+    """Guarantees 1 %, 95 % sure, of exits at loop 1."""
     made = ls.calibrate(recording(0.002, difficulty=np.arange(4_000) % 4, split="validation"), readout="fixed")
     assert made.threshold == 1
     return made
@@ -32,7 +32,7 @@ def policy() -> ls.ExitPolicy:
     ("lost", "verdict"), [(0.004, "kept"), (0.01, "kept"), (0.0125, "not refuted"), (0.02, "broken")]
 )
 def test_the_verdict(policy: ls.ExitPolicy, lost: float, verdict: str) -> None:
-    held = hold_out(policy, recording(lost, seed=1))
+    held = check_policy(policy, recording(lost, seed=1))
     assert held.guarantee.verdict == verdict
     assert held.guarantee.sentence.startswith(verdict.capitalize())
     assert f"{100 * lost:.2f} % of 4,000 held-out examples" in held.guarantee.sentence
@@ -46,37 +46,37 @@ def test_the_verdict(policy: ls.ExitPolicy, lost: float, verdict: str) -> None:
     assert held.full_depth_accuracy == 1.0
 
 
-def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
+def test_a_guarantee_for_every_difficulty_is_checked_at_every_one() -> None:
     levels = np.arange(8_000) % 4
     policy = ls.calibrate(recording(0.001, 8_000, difficulty=levels), readout="fixed", per_difficulty=True)
     held_out = recording(0.0, 8_000, seed=1, difficulty=levels)
     predictions = held_out.predictions.copy()
     predictions[np.arange(8_000) % 200 == 2, 0] = 1  # 2 % of difficulty 2, and no others
     bad = replace(held_out, predictions=predictions)
-    check = hold_out(policy, bad).guarantee
+    check = check_policy(policy, bad).guarantee
     assert [risk.verdict for risk in check.risks] == ["kept", "kept", "broken", "kept"]
     assert check.verdict == "broken"
     assert "of difficulty 2, the worst," in check.sentence
     in_all = ls.calibrate(recording(0.001, 8_000, difficulty=levels), readout="fixed")
-    assert hold_out(in_all, bad).guarantee.verdict == "kept"
-    new = hold_out(policy, replace(held_out, difficulty=levels + 1)).guarantee
+    assert check_policy(in_all, bad).guarantee.verdict == "kept"
+    new = check_policy(policy, replace(held_out, difficulty=levels + 1)).guarantee
     assert [risk.difficulty for risk in new.risks] == [1, 2, 3]
     assert "not counted: 4" in new.warnings[0]
 
 
 def test_another_mix_of_difficulties_is_said(policy: ls.ExitPolicy) -> None:
-    same = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 4))
-    other = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 2))
+    same = check_policy(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 4))
+    other = check_policy(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 2))
     assert same.guarantee.warnings == []
     assert "mix of difficulties" in other.guarantee.warnings[0]
 
 
-def test_it_counts_whom_the_promise_counts() -> None:
+def test_it_counts_whom_the_guarantee_counts() -> None:
     texts = [str(row // 2) for row in range(4_000)]
     seen = np.arange(4_000) < 1_000
     policy = ls.calibrate(recording(0.002, examples=texts, seen=seen), readout="fixed", unseen=True, distinct=True)
     others = [f"other {text}" for text in texts]
-    held = hold_out(policy, recording(0.004, seed=1, examples=others, seen=seen))
+    held = check_policy(policy, recording(0.004, seed=1, examples=others, seen=seen))
     assert held.examples == 1_500
 
 
@@ -87,7 +87,7 @@ def test_of_many_difficulties_one_may_look_bad_by_chance() -> None:
     held_out = recording(0.0, seed=1, difficulty=levels)
     predictions = held_out.predictions.copy()
     predictions[np.flatnonzero(levels == 3)[:10], 0] = 1
-    check = hold_out(policy, replace(held_out, predictions=predictions)).guarantee
+    check = check_policy(policy, replace(held_out, predictions=predictions)).guarantee
     assert risk_interval(10, 400, True, 0.95)[0] > 0.01
     assert check.verdict == "not refuted"
     assert check.worst.difficulty == 3
@@ -99,17 +99,19 @@ def test_the_sentence_is_about_what_decides_the_verdict() -> None:
     few = recording(0.0, 4_002, seed=1, difficulty=levels[:4_002])
     predictions = few.predictions.copy()
     predictions[:120, 0] = predictions[4_000, 0] = 1  # 3 % of 4,000, and one of two
-    check = hold_out(policy, replace(few, predictions=predictions)).guarantee
+    check = check_policy(policy, replace(few, predictions=predictions)).guarantee
     assert check.sentence.startswith("Broken: 3.00 % of 4,000 held-out examples of difficulty 0")
-    gone = hold_out(policy, few.take(np.arange(4_000))).guarantee
+    gone = check_policy(policy, few.take(np.arange(4_000))).guarantee
     assert "covers are not here: 1" in gone.warnings[0]
 
 
-def test_one_draw_does_not_break_a_promise_on_average_nor_one_that_was_not_made(policy: ls.ExitPolicy) -> None:
-    check = hold_out(ls.conformal_risk_control(recording(0.002), readout="fixed"), recording(0.02, seed=1)).guarantee
+def test_one_draw_does_not_break_a_guarantee_on_average_nor_one_that_was_not_made(policy: ls.ExitPolicy) -> None:
+    check = check_policy(
+        ls.conformal_risk_control(recording(0.002), readout="fixed"), recording(0.02, seed=1)
+    ).guarantee
     assert check.verdict == "not refuted"
-    assert "cannot break a promise on average" in check.sentence
-    held = hold_out(policy.for_any_model(), recording(0.02, seed=1))
+    assert "cannot break a guarantee on average" in check.sentence
+    held = check_policy(policy.for_any_model(), recording(0.02, seed=1))
     assert held.guarantee is None
     assert held.drop.value == pytest.approx(0.02)
 
@@ -117,7 +119,7 @@ def test_one_draw_does_not_break_a_promise_on_average_nor_one_that_was_not_made(
 def test_sequences_and_missing_labels() -> None:
     numbers = np.repeat(np.arange(400), 10)
     policy = ls.calibrate(recording(0.0, sequences=numbers), readout="fixed", loss="disagreement")
-    held = hold_out(policy, replace(recording(0.005, seed=1, sequences=numbers), labels=None))
+    held = check_policy(policy, replace(recording(0.005, seed=1, sequences=numbers), labels=None))
     assert (held.examples, held.sequences) == (4_000, 400)
     assert held.accuracy is held.drop is held.full_depth_accuracy is None
     assert held.guarantee.verdict == "kept"

@@ -102,7 +102,7 @@ def test_guarantees_are_measured_and_drawn(
         (drift, ("--alpha", 2), "--alpha: '2' is not a number above 0 and up to 1"),
         (drift, ("--length", 1000), "streams that are longer"),
         (guarantees, ("--population", "clam"), "did you mean 'calm'?"),
-        (guarantees, ("--figure", "promises.pdf"), "ends in .png"),
+        (guarantees, ("--figure", "guarantees.pdf"), "ends in .png"),
         (growth, ("--examples", 10), "from 1,000 examples and 6 classes on"),
         (growth, ("--stage", "lode"), "did you mean 'load'?"),
         (guarantees, ("a", "a"), "Two of the recordings are of one run"),

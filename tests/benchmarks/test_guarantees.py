@@ -1,4 +1,4 @@
-"""Coverage where the truth is known: promises are kept, at a fair price, and the usual way breaks them."""
+"""Coverage where the truth is known: guarantees are kept, at a fair price, and the usual way breaks them."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ def measured(name: str) -> dict[str, Coverage]:
 @pytest.mark.parametrize("name", EACH)
 def test_guarantees_are_kept_and_the_usual_way_breaks_them(name: str) -> None:
     """By learn-then-test with its confidence, and by conformal risk control on average."""
-    guarantee, average, usual = (measured(name)[method] for method in ("promise", "on average", "usual"))
+    guarantee, average, usual = (measured(name)[method] for method in ("guarantee", "on average", "usual"))
     assert guarantee.calibrations == CALIBRATIONS
     assert guarantee.broken <= DELTA + 2 * (DELTA * (1 - DELTA) / CALIBRATIONS) ** 0.5
     if "five" not in name:  # there it is for each of five
@@ -31,7 +31,7 @@ def test_guarantees_are_kept_and_the_usual_way_breaks_them(name: str) -> None:
 
 
 def test_it_is_not_kept_by_never_exiting() -> None:
-    (tight,) = coverage(populations("calm")[-1], 10_000, 150, only=["promise"])
+    (tight,) = coverage(populations("calm")[-1], 10_000, 150, only=["guarantee"])
     assert tight.broken >= DELTA / 4
     assert tight.loops <= 1.15 * tight.hindsight_loops
     assert tight.hindsight_loops < 4  # of 6
@@ -39,7 +39,7 @@ def test_it_is_not_kept_by_never_exiting() -> None:
 
 @pytest.mark.long
 def test_decisions_of_a_sequence_are_no_examples() -> None:
-    counted = measured("sequences")["promise, decisions counted"]
+    counted = measured("sequences")["guarantee, decisions counted"]
     assert counted.broken > DELTA + 2 * counted.broken_error
 
 
@@ -47,8 +47,8 @@ def test_decisions_of_a_sequence_are_no_examples() -> None:
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_bets_save_loops_that_hoeffding_bentkus_does_not(name: str) -> None:
     found = measured(name)
-    assert found["promise"].loops < found["promise, Hoeffding-Bentkus"].loops
-    assert found["promise, Hoeffding-Bentkus"].broken <= DELTA
+    assert found["guarantee"].loops < found["guarantee, Hoeffding-Bentkus"].loops
+    assert found["guarantee, Hoeffding-Bentkus"].broken <= DELTA
 
 
 def test_the_populations_are_what_they_say() -> None:

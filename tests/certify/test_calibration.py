@@ -1,4 +1,4 @@
-"""Calibration: what is tested had no part in proposing, a promise says what it rests on, too little is refused."""
+"""Calibration: what is tested had no part in proposing, a guarantee says what it rests on, too little is refused."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from loopscope.certify.calibration import certify
 from loopscope.certify.losses import losses, risk_groups
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.certify.tested_data import promised_part
+from loopscope.certify.tested_data import guaranteed_part
 from loopscope.certify.threshold_walk import never_falling
 from loopscope.frontier import crossings, laxest_first, totals
 from loopscope.threshold_grids import gap_grid
@@ -89,7 +89,7 @@ def test_the_grid_lies_between_the_examples_and_reaches_from_one_exit_to_all() -
     assert (ls.ExitPolicy("margin", float(gap_grid("margin", equal)[0])).exit_loops(equal) == 1).all()
 
 
-def test_the_promise_says_what_was_promised_and_on_what_it_rests() -> None:
+def test_the_guarantee_says_what_was_guaranteed_and_on_what_it_rests() -> None:
     recording = settling(difficulty=np.arange(3_000) % 3, split="validation", provenance={"weights_sha256": "abc"})
     policy = ls.calibrate(recording, max_drop=0.02, confidence=0.9, readout="margin")
     guarantee = policy.guarantee
@@ -245,7 +245,7 @@ def test_the_loss_of_a_sequence_is_the_share_of_its_decisions() -> None:
     assert all_units.mean(np.array([1, 0, 0, 1, 0])) == pytest.approx(5 / 12)
 
 
-def test_every_difficulty_gets_its_promise() -> None:
+def test_every_difficulty_gets_its_guarantee() -> None:
     rows = 8_000
     difficulty = np.arange(rows) % 4
     base = settling(rows)
@@ -289,7 +289,7 @@ def test_a_rate_too_close_to_the_limit_is_refused_with_the_number_needed(kind: s
     assert never.value.needed is None
 
 
-def test_for_any_model_a_policy_keeps_its_exits_and_no_promise() -> None:
+def test_for_any_model_a_policy_keeps_its_exits_and_no_guarantee() -> None:
     ours, theirs = (settling(seed=1, provenance={"weights_sha256": name}) for name in ("ours", "theirs"))
     policy = ls.calibrate(ours)
     policy.exit_loops(settling(seed=2))  # who knows
@@ -336,11 +336,11 @@ def test_inputs_that_are_new_are_those_that_occur_once() -> None:
     assert (guarantee.new_inputs, guarantee.distinct, guarantee.drawn) == (True, False, 3_000)
     assert guarantee.sentence.endswith(", for inputs that neither training nor calibration had.")
     other = replace(recording, signals={"margin": settling(seed=1).signals["margin"]})
-    assert promised_part(guarantee, other).num_examples == 1_500
+    assert guaranteed_part(guarantee, other).num_examples == 1_500
     longer = concatenate([other, replace(other, examples=[f"other {each}" for each in inputs])])
-    assert 1_500 < promised_part(guarantee, longer).num_examples < 3_000  # twice as many, half of which are taken
+    assert 1_500 < guaranteed_part(guarantee, longer).num_examples < 3_000  # twice as many, half of which are taken
     with pytest.raises(ls.UserError, match="other inputs occur once: give a recording with as many examples"):
-        promised_part(guarantee, other.take(np.arange(2_600)))
+        guaranteed_part(guarantee, other.take(np.arange(2_600)))
 
 
 def test_inputs_that_count_once_are_those_of_as_many_draws() -> None:
@@ -348,12 +348,12 @@ def test_inputs_that_count_once_are_those_of_as_many_draws() -> None:
     recording = replace(settling(), examples=[str(each) for each in inputs])
     guarantee = ls.calibrate(recording, 0.05, distinct=True, readout="margin").guarantee
     assert guarantee.drawn == 3_000
-    counted = promised_part(guarantee, recording).num_examples
+    counted = guaranteed_part(guarantee, recording).num_examples
     assert counted == len(set(inputs))
     twice = concatenate([recording, replace(recording, examples=[f"other {each}" for each in inputs])])
-    assert promised_part(guarantee, twice).num_examples < 1.7 * counted  # not twice as many
+    assert guaranteed_part(guarantee, twice).num_examples < 1.7 * counted  # not twice as many
     with pytest.raises(ls.UserError, match="of the 2,600 examples here rare inputs are a smaller share: give"):
-        promised_part(guarantee, recording.take(np.arange(2_600)))
+        guaranteed_part(guarantee, recording.take(np.arange(2_600)))
 
 
 def by_chance(rows: int, **more: object) -> ls.Trajectory:
@@ -390,15 +390,15 @@ def with_log_probs(recording: ls.Trajectory) -> ls.Trajectory:
         (settling(4_000), {}, None),
     ],
 )
-@pytest.mark.parametrize("promise", [ls.calibrate, ls.conformal_risk_control])
+@pytest.mark.parametrize("guarantee", [ls.calibrate, ls.conformal_risk_control])
 def test_what_weakens_a_guarantee_is_said(
-    promise: Callable[..., ls.ExitPolicy],
+    guarantee: Callable[..., ls.ExitPolicy],
     recording: ls.Trajectory,
     options: dict[str, Any],
     words: str | None,
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    promise(recording, 0.23, readout="fixed", **options)
+    guarantee(recording, 0.23, readout="fixed", **options)
     said = [str(each.message) for each in recwarn]
     assert len(said) == (words is not None)
     assert words is None or re.search(words, said[0])

@@ -1,4 +1,4 @@
-"""Promises of text that was run live: the walk ends at the first candidate that is not proven, whatever comes after."""
+"""Guarantees of text that was run live: the walk ends at the first candidate that is not proven."""
 
 import numpy as np
 import pytest

@@ -46,13 +46,13 @@ def test_the_policy_says_how_its_tested_examples_exited(policy: ls.ExitPolicy, t
     assert ls.ExitPolicy.load(tmp_path / "policy.json").certificate == policy.certificate
 
 
-@pytest.mark.parametrize(("promise", "audit"), [(ls.calibrate, 0.3), (ls.conformal_risk_control, 0)])
+@pytest.mark.parametrize(("guarantee", "audit"), [(ls.calibrate, 0.3), (ls.conformal_risk_control, 0)])
 def test_false_alarms_are_no_more_than_they_may_be_when_thresholds_are_chosen_on_the_same_data(
-    promise: Callable[..., ls.ExitPolicy], audit: float
+    guarantee: Callable[..., ls.ExitPolicy], audit: float
 ) -> None:
     alarms, streams = 0, 60
     for number in range(streams):
-        chosen = promise(settling(700, [1, number]), 0.04, readout="margin")
+        chosen = guarantee(settling(700, [1, number]), 0.04, readout="margin")
         alarms += ls.Monitor(chosen, ALPHA, seed=number).replay(settling(700, [2, number]), audit).alarm
     assert alarms / streams <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / streams) ** 0.5
 
@@ -124,7 +124,7 @@ def test_losses_alone_give_an_alarm_and_earlier_exits_too(policy: ls.ExitPolicy)
     assert alarm.observed > 0.04
     assert result.p_risk <= 0.005 < result.p_exits
     assert "audited answers lose" in result.sentence
-    assert "at most 2 % was promised" in result.sentence
+    assert "at most 2 % was guaranteed" in result.sentence
     assert not ls.Monitor(policy).replay(settling(3_000, 8, wrong=0.1), audit=0).alarm
     stream = settling(3_000, 7)
     earlier = replace(stream, signals={"margin": stream.signals["margin"] + 1})
@@ -150,13 +150,13 @@ def test_batches_do_not_matter_and_neither_does_a_restart(policy: ls.ExitPolicy,
     assert 30 < audited[0] < 90
 
 
-def test_of_a_promise_on_average_the_exits_alone_are_watched_with_all_of_alpha(tmp_path: Path) -> None:
+def test_of_a_guarantee_on_average_the_exits_alone_are_watched_with_all_of_alpha(tmp_path: Path) -> None:
     average = ls.conformal_risk_control(settling(3_000, 0), 0.02, readout="margin")
     with pytest.raises(UserError, match="on average over calibrations, not for each one"):
         ls.Monitor(average).update([1], [np.nan])
     with pytest.raises(UserError, match="watch exits alone"):
         ls.Monitor(average).replay(settling(100, 1), audit=0.5)
-    stream = settling(3_000, 8, wrong=0.1)  # losses far above the promise, exits as they were
+    stream = settling(3_000, 8, wrong=0.1)  # losses far above the guarantee, exits as they were
     monitor = ls.Monitor(average)
     quiet = monitor.replay(stream)
     assert (quiet.alarm, quiet.audited, quiet.e_risk, quiet.p_risk) == (False, 0, None, None)

@@ -17,7 +17,7 @@ from tiny_language import write_ouro
 import loopscope as ls
 from loopscope.cli import main
 
-PROMISE = ("--max-drop", 0.1, "--confidence", 0.8, "--readout", "margin")
+GUARANTEE = ("--max-drop", 0.1, "--confidence", 0.8, "--readout", "margin")
 
 
 def run(*words: object) -> int:
@@ -43,7 +43,7 @@ class Command:
         self._capsys = capsys
 
     def __call__(self, *words: object, code: int | None = 0) -> CaptureResult[str]:
-        """What is printed if the exit code is this one; None: if a promise is kept (0) or broken (1)."""
+        """What is printed if the exit code is this one; None: if a guarantee is kept (0) or broken (1)."""
         self._capsys.readouterr()
         assert run(*words) in ((0, 1) if code is None else (code,)), (words, self._capsys.readouterr())
         return self._capsys.readouterr()
@@ -109,7 +109,7 @@ def mine(gated_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy(mine: Path) -> Path:
     """Thresholds from the train split, tested on all of validation: some examples exit early, some do not."""
     validation, train, out = recording_of(mine, "validation"), recording_of(mine, "train"), mine / "mine.json"
-    assert run("calibrate", validation, *PROMISE, "--grid", train, "--out", out) == 0
+    assert run("calibrate", validation, *GUARANTEE, "--grid", train, "--out", out) == 0
     return out
 
 

@@ -21,7 +21,7 @@ MODELS = ("ByteDance/Ouro-1.4B", "ByteDance/Ouro-1.4B-Thinking", "MODEL", "runs/
 TEXTS = ("train.txt", "validation.txt", "v.txt", "t.txt", "a.jsonl", "b.txt", "c.txt", "mine.txt", "mine.jsonl")
 TEXTS += ("other.txt", "my.txt")
 LAX = ("--max-drop", "0.9", "--confidence", "0.5")
-"""What a model of random weights can promise."""
+"""What a model of random weights can guarantee."""
 LONGER = {
     "task.train_examples": 60_000,
     "task.validation_examples": 6_000,
@@ -129,7 +129,7 @@ def _gate(kind: str, name: str, fitted_to: str = "runs/mine") -> Callable[[World
     def make(world: World) -> None:
         world.make(fitted_to)
         steps = () if kind == "induction" else ("--steps", 20)
-        done("gate", "fit", fitted_to, "--kind", kind, "--out", f"gates/{name}", *steps)
+        done("fit", fitted_to, "--kind", kind, "--out", f"gates/{name}", *steps)
 
     return make
 

@@ -24,7 +24,7 @@ from loopscope.cli import main, make_parser
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOT_HERE = ("make", "git", "pip", "vllm")
 """Programs of the README that install something, or need what these tests do without."""
-QUICK = ("calibrate", "compare", "diagnose", "evaluate", "run", "study plan", "study status")
+QUICK = ("calibrate", "compare", "check", "diagnose", "monitor", "sweep", "answer", "study plan", "study status")
 """What takes a few seconds at most on models that were trained shortly."""
 ALIAS = {
     "RUN": "runs/demo/fixed-geometric",
@@ -50,7 +50,7 @@ PAGES["README"] = [line for block in blocks("sh") for line in block.splitlines()
 
 
 def smaller(words: list[str], world: World) -> list[str]:
-    """The same command for what is small: fewer steps, questions and rounds, and what random weights can promise."""
+    """The same command for what is small: fewer steps, questions and rounds, and what random weights can guarantee."""
     words = [ALIAS.get(word, "cpu" if word == "cuda" else word) for word in words]
     of_a_model = any(word in MODELS or word.startswith(("rec", "LIVE")) for word in words)
     match words:
@@ -72,7 +72,7 @@ def smaller(words: list[str], world: World) -> list[str]:
             return [*words, "--data", str(DATA), "--limit", "16"]
         case ["calibrate", *_] if of_a_model or "--per-difficulty" in words:
             return [*words, *LAX]
-        case ["gate", "fit", *_] if "induction" not in words:
+        case ["fit", *_] if "induction" not in words:
             return [*words, "--steps", "20"]
         case ["generate", *_]:
             return [*words, "--max-new-tokens", "3"]
@@ -187,11 +187,11 @@ def check_monitors(world: World) -> None:
     models = [policy.parent for policy in world.folder.glob("runs/demo/*/policy.json")]
     assert len(models) == 5
     for model in models:
-        assert run("evaluate", model, "--policy", model / "policy.json", "--monitor", "--audit", 0.1) == 0
+        assert run("monitor", model, "--policy", model / "policy.json", "--audit", 0.1) == 0
         distinct = model.parent / f"{model.name}.json"
         distinct.unlink(missing_ok=True)
         assert run("calibrate", model, "--unseen", "--distinct", "--out", distinct) == 0
-        assert run("evaluate", model, "--policy", distinct, "--monitor") == 0
+        assert run("monitor", model, "--policy", distinct) == 0
 
 
 def test_no_monitor_of_a_model_of_the_demo_gives_an_alarm(shortly: World) -> None:

@@ -11,17 +11,16 @@ from loopscope.cli.inputs import policies_by_model
 from loopscope.scope import Scope
 
 
-def test_on_any_model_it_promises_nothing(mine: Path, foreign: Path, tmp_path: Path, command: Command) -> None:
+def test_on_any_model_it_guarantees_nothing(mine: Path, foreign: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
     assert (
-        "The policy promises nothing here."
-        in command("evaluate", recording_of(mine, "test"), "--policy", foreign, "--any-model").out
+        "The policy guarantees nothing here."
+        in command("check", recording_of(mine, "test"), "--policy", foreign, "--any-model").out
     )
-    assert (
-        len(command("run", mine, tmp_path / "examples.txt", "--policy", foreign, "--any-model").out.splitlines()) == 1
-    )
+    out, _ = command("answer", mine, tmp_path / "examples.txt", "--policy", foreign, "--any-model")
+    assert len(out.splitlines()) == 1
     words = ("report", mine, "--policy", foreign, "--any-model", "--out", tmp_path, "--product", "certified", "--json")
-    assert "promise" not in str(command.json(*words)[0]["rows"])
+    assert "guarantee" not in str(command.json(*words)[0]["rows"])
 
 
 def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:
@@ -42,10 +41,10 @@ def test_a_policy_without_a_model_is_said_to_be_one(
     replace(recording, provenance={}).save(tmp_path / "bare")
     words = ("--max-drop", 0.6, "--confidence", 0.5, "--out", tmp_path / "policy.json")
     assert "This guarantee says nothing: full depth is right in" in command("calibrate", tmp_path / "bare", *words).err
-    for words in (("evaluate", tmp_path / "bare"), ("generate", checkpoint, "Once")):  # nothing but the Command
+    for words in (("sweep", tmp_path / "bare"), ("generate", checkpoint, "Once")):  # nothing but the Command
         assert len(command.refused(*words, "--policy", tmp_path / "policy.json").splitlines()) == 1
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
     assert (
         "does not say which model it was calibrated for"
-        in command("run", mine, tmp_path / "examples.txt", "--policy", tmp_path / "policy.json").err
+        in command("answer", mine, tmp_path / "examples.txt", "--policy", tmp_path / "policy.json").err
     )

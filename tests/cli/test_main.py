@@ -62,26 +62,26 @@ def test_bad_input_is_one_sentence_and_exit_code_2(recorded: Path, tmp_path: Pat
         (("train", "demo", *out, "--set", "objective.name=" + "x" * 9000), "there is no objective 'xxx"),
         (("record", "task", recorded.parent, "--split", "test"), "is not a run: it has no config.json"),
         (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
-        (("evaluate", validation, tmp_path), "has no recording 'test'"),
-        (("evaluate", validation, corrupt), "trajectory.safetensors"),
-        (("evaluate", validation, validation), "same data"),
-        (("evaluate", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
+        (("sweep", validation, tmp_path), "has no recording 'test'"),
+        (("sweep", validation, corrupt), "trajectory.safetensors"),
+        (("sweep", validation, validation), "same data"),
+        (("sweep", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
         (("diagnose", tmp_path / ("x" * 300)), "There is no folder"),
-        (("evaluate", test, "--policy", "a\0b"), "NUL"),
-        (("evaluate", test, "--policy", "\udcff"), "is not UTF-8"),
-        (("evaluate", test, "--policy", tmp_path), "is a folder; give a policy"),
-        (("evaluate", test, "--policy", "/dev/zero"), "a device or a pipe"),
-        (("evaluate", test, "--policy", test / "manifest.json"), "manifest.json is not a policy"),
-        (("run", recorded, "/dev/zero"), "a device or a pipe"),
+        (("check", test, "--policy", "a\0b"), "NUL"),
+        (("check", test, "--policy", "\udcff"), "is not UTF-8"),
+        (("check", test, "--policy", tmp_path), "is a folder; give a policy"),
+        (("check", test, "--policy", "/dev/zero"), "a device or a pipe"),
+        (("check", test, "--policy", test / "manifest.json"), "manifest.json is not a policy"),
+        (("answer", recorded, "/dev/zero"), "a device or a pipe"),
         (["train"], "Missing: settings, --out; see loopscope train --help."),
         (["fly"], "There is no 'loopscope fly'; choose one of train, "),
         (["record"], "After loopscope record comes one of task, text, live, benchmark;"),
         (["generate", "x", "--threshold", "z", "--", "--y"], "--threshold: 'z' is not a number;"),
         (["generate", "x", "y", "--loops", "2", "--policy", "z"], "--policy: it excludes --loops; leave one of them"),
-        (["gate", "fit", "x", "--out", "y", "--kind", "lineer"], "no 'lineer' (did you mean 'linear'?); choose one of"),
+        (["fit", "x", "--out", "y", "--kind", "lineer"], "no 'lineer' (did you mean 'linear'?); choose one of"),
         (["record", "task", "x", "--split", "test", "--levels", "4-2"], "'4-2' is neither a number such as 12 nor a"),
         (["train", "demo", "--threads", "1" * 5000], "is not a whole number from 1 to 4,096"),
-        (["run", "x", "-", "--batch-size", "²"], "'²' is not a whole number"),
+        (["answer", "x", "-", "--batch-size", "²"], "'²' is not a whole number"),
         (["train", "demo", "--out", "x", ESCAPES], "'\\u001b[31m"),
     ]:
         said = command.refused(*words)
@@ -115,7 +115,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_help_has_examples_fits_80_columns_and_says_what_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An option by itself: not "of the promise", nor its default alone; those of `generate` are its own."""
+    """An option by itself: not "of the guarantee", nor its default alone; those of `generate` are its own."""
     monkeypatch.setenv("COLUMNS", "80")
     for name, parser in PARSERS.items():
         text = parser.format_help()
@@ -251,7 +251,7 @@ def test_a_table_fits_80_columns_and_loses_nothing(
     columns = ["readout", *(f"measured quantity {number}" for number in range(12))]
     rows = [["a rather long name of a readout", *(f"{number}.00 [0.00, 0.00]" for number in range(12))]] * 2
     print_table(f"{'title ' * 12}in all 5 %", columns, rows, keys=1)
-    print_table("", ["what", ""], [["a promise", "words " * 40]])
+    print_table("", ["what", ""], [["a guarantee", "words " * 40]])
     print_sentences(f"{'word ' * 15}of 95 %")
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80

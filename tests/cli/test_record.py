@@ -38,7 +38,7 @@ def test_a_benchmark_is_recorded_and_evaluated(checkpoint: str, tmp_path: Path, 
         assert len(summary["acc"]) == len(summary["acc_norm"]) == 4
         recording = Trajectory.load(tmp_path / split)
         assert summary["acc_norm"] == recording.correct.mean(axis=0).tolist()
-    assert "hidden_cosine" in command("evaluate", tmp_path / "validation", tmp_path / "test").out
+    assert "hidden_cosine" in command("sweep", tmp_path / "validation", tmp_path / "test").out
 
 
 def test_what_cannot_be_recorded(checkpoint: str, tmp_path: Path, command: Command) -> None:

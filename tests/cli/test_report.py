@@ -42,11 +42,11 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, command: Co
     (certified,) = model["certified"]
     assert certified["guarantee"] == read_json(policy)["certificate"]["guarantee"]
     assert certified["threshold"] == read_json(policy)["threshold"]
-    assert certified["held_out"] == command.json("evaluate", recording_of(mine, "test"), "--policy", policy)
+    assert certified["held_out"] == command.json("check", recording_of(mine, "test"), "--policy", policy)
     assert "accuracy lost ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
-def test_a_report_on_unseen_examples_breaks_no_promise_for_all(tmp_path: Path, command: Command) -> None:
+def test_a_report_on_unseen_examples_breaks_no_guarantee_for_all(tmp_path: Path, command: Command) -> None:
     seen, easy = np.arange(400) % 10 > 0, crafted(True, "test").logits
     logits = np.where(seen[:, None, None], easy, crafted(False, "test").logits)  # one in ten is new, and lost
     for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
@@ -55,7 +55,7 @@ def test_a_report_on_unseen_examples_breaks_no_promise_for_all(tmp_path: Path, c
     file = tmp_path / "policy.json"
     words = ("--max-drop", 0.15, "--readout", "margin", "--out", file)
     assert run("calibrate", tmp_path / "validation", *words) == 0
-    command("evaluate", tmp_path / "test", "--policy", file)
+    command("check", tmp_path / "test", "--policy", file)
     words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
     assert "broken" not in command("report", tmp_path, *words).out
 
@@ -100,11 +100,11 @@ def test_rules_of_one_run_are_replayed_on_another(tmp_path: Path, command: Comma
             made = random_trajectory(seed + place, rows=90, split=split, gate_logits=None, **fields)
             made.save(tmp_path / name / split)
     runs, words = [tmp_path / name for name in ("a", "b", "wide")], ("--at", 0.3, "--out", tmp_path / "out")
-    crossed = (*runs, "--transfer", "--gate", tmp_path / "own", *words)
+    crossed = (*runs, "--transfer", "--fitted", tmp_path / "own", *words)
     (table,) = command.json("report", *crossed, "--product", "transfer")
     rows = {(row[0], row[1], row[2]): row[3:] for row in table["rows"]}
     assert len(rows) == 3 * 3 + 3
-    assert rows["a", "wide", "gate:own"][0] == "refused: The gate reads states of width 2, and these have 3."
+    assert rows["a", "wide", "gate:own"][0] == "rejected: The gate reads states of width 2, and these have 3."
     assert "[" in rows["a", "itself", "gate:own"][0]
     assert "[" in rows["a", "b", "gate:own"][1]
     command("report", *crossed)
@@ -113,5 +113,5 @@ def test_rules_of_one_run_are_replayed_on_another(tmp_path: Path, command: Comma
     assert "Rules across trajectories" in (tmp_path / "out" / "tables.md").read_text()
     assert "--transfer" in html.unescape((tmp_path / "out" / "report.html").read_text())
     assert "give two runs or more" in command.refused("report", runs[0], "--transfer", *words)
-    sentence = command.refused("report", *runs[1:], "--gate", tmp_path / "own", *words)
+    sentence = command.refused("report", *runs[1:], "--fitted", tmp_path / "own", *words)
     assert "was fitted to none of these models" in sentence

@@ -37,7 +37,7 @@ def test_from_a_text_to_stage_ii(tmp_path: Path, command: Command) -> None:
     record = ("record", "text", folder, train, "--split", "train", "--limit", 300, "--hidden")
     summary = command.json(*record, "--out", recordings)
     assert (summary["tokens"], summary["loops"], summary["agreement"][-1]) == (300, 3, 1.0)
-    assert run("gate", "fit", recordings, "--objective", "utility", "--steps", 5, "--out", gate) == 0
-    assert run("gate", "write", gate, folder, "--out", refitted) == 0
+    assert run("fit", recordings, "--objective", "utility", "--steps", 5, "--out", gate) == 0
+    assert run("insert", gate, folder, "--out", refitted) == 0
     assert "100 next tokens" in command("record", "text", refitted, validation, "--limit", 100).out
     assert (refitted / "recordings" / "validation" / "manifest.json").is_file()

@@ -91,16 +91,16 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["pretrain", "x.toml", "--text", "a", "--validation", "b", "--out", out], "There is no file x.toml"),
         (["record", "task", str(place / "run"), "--split", "test"], "There is no folder"),
         (["record", "text", "nowhere", file, "--out", out], "There is no folder nowhere"),
-        (["evaluate", folder, "--readout", "margn"], "did you mean 'margin'?"),
-        (["evaluate", folder, "--policy", "policy.json"], "There is no file policy.json"),
+        (["sweep", folder, "--readout", "margn"], "did you mean 'margin'?"),
+        (["check", folder, "--policy", "policy.json"], "There is no file policy.json"),
         (["diagnose", str(place / "ouro")], "make it with: loopscope record text "),
-        (["diagnose", str(place / "live")], "is a live run, which only `loopscope calibrate` and `loopscope evaluate"),
+        (["diagnose", str(place / "live")], "is a live run, which only `loopscope calibrate` and `loopscope check"),
         (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine, trained."),
         (["report", folder, folder, "--out", out], "Two of the runs have the same name"),
         (["report", folder + "/test", "--out", out], "is one recording, and this needs two: one to choose thresholds"),
         (["diagnose", folder + "/validation"], f"judge them on; give the folder of both: {folder}."),
-        (["evaluate", folder + "/text"], "text is one recording, and this needs two: one to choose thresholds on and"),
-        (["compare", folder + "/text", "margin", "entropy"], "or give both to `loopscope evaluate VALIDATION TEST`."),
+        (["sweep", folder + "/text"], "text is one recording, and this needs two: one to choose thresholds on and"),
+        (["compare", folder + "/text", "margin", "entropy"], "or give both to `loopscope sweep VALIDATION TEST`."),
         (["diagnose", folder, "--reference", folder + "/text"], "give a folder that holds both, as `validation` and"),
         (["diagnose", folder + "s"], f"did you mean {folder}?"),
         (["diagnose", folder, "--reference", "mien"], "did you mean 'mine'?"),
@@ -108,11 +108,11 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["report", folder, "--out", out, "--product", "headlin"], "no product 'headlin' (did you mean 'headline'?)"),
         (["calibrate", folder, "--unseen", "--out", out], "or say it (Trajectory(seen=...)), or ask for all"),
         (["calibrate", folder, "--bound", "betting", "--out", out], "--bound is for the losses of sequences"),
-        (["calibrate", folder, "--max-drop", "0.3", "--out", out], "Even if exiting early lost nothing, a promise of"),
-        (["gate", "fit", folder + "/test", "--kind", "induction", "--out", out], "A stopper must not be fitted on the"),
-        (["gate", "fit", folder + "/validation", "--out", out], "or give those of your own: Trajectory(hidden=...)"),
-        (["gate", "fit", folder, "--out", out], f"save your own: Trajectory(...).save('{folder}/train')."),
-        (["run", folder, str(place / "exampels.txt")], "examples.txt?"),
+        (["calibrate", folder, "--max-drop", "0.3", "--out", out], "if exiting early lost nothing, a guarantee of"),
+        (["fit", folder + "/test", "--kind", "induction", "--out", out], "A stopper must not be fitted on the"),
+        (["fit", folder + "/validation", "--out", out], "or give them: Trajectory(hidden=...)"),
+        (["fit", folder, "--out", out], f"save your own: Trajectory(...).save('{folder}/train')."),
+        (["answer", folder, str(place / "exampels.txt")], "examples.txt?"),
         (["generate", model, "Once", "--loops", "9"], "A fixed depth of 9 is beyond the 4 loops"),
         (["generate", model, "Once", "--policy", policy], "calibrated on answers of a task, and here it would decide"),
         (["generate", model, "Once", "--policy", file], "is not a readable policy that"),
@@ -127,13 +127,13 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["generate", folder, "Once"], "holds recordings, and this needs the model"),
         (
             ["bench", "exits", folder],
-            "that was recorded, or run a model of your own from Python (docs/how-to/your-model.md).",
+            "that was recorded, or run a custom model from Python (docs/how-to/your-model.md).",
         ),
         (["generate", str(place / "empty"), "Once"], "is not a checkpoint: it has no config.json; give the folder of"),
         (["generate", trained, "Once"], "is a model of a task, which takes no text; record the task with `loopscope"),
         (["record", "task", trained, "--limit", "3"], "There is no option --limit; see loopscope record task --help"),
         (["compare", folder, "mine"], "Missing: OTHER: it takes one run and two readouts; another model's run comes"),
-        (["compare", folder, "margin", "oracle"], "The oracle needs the labels, so only `loopscope evaluate` takes it"),
+        (["compare", folder, "margin", "oracle"], "The oracle needs the labels, so only `loopscope sweep` takes it"),
         (["calibrate", folder, "--readout", "oracle", "--out", out], "choose one of auto, fixed, gate, entropy"),
         (["harness", model, "--tasks", "arc_easy", "--loops", "9"], "A fixed depth of 9 is beyond"),
         (["harness", model, "--tasks", "arc_easy", "--data", "nope"], "There is no file nope/arc_easy/train.jsonl"),
@@ -147,7 +147,7 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
         (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
         (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the 4 loops"),
-        (["run", trained, bad, "--threshold", "1"], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
+        (["answer", trained, bad, "--threshold", "1"], "line 1: 'hello' is not an expression in prefix notation"),
         (["study", "run", "ouro", "--data", "nope"], "There are no files of mmlu in nope/mmlu"),
         (["study", "plan", "ouro", "--benchmark", "arc"], "did you mean 'arc_easy' or 'arc_challenge'?"),
         (["study", "report", "mano", "--out", out], f"run it with: loopscope study run mano --out {out}."),
@@ -173,7 +173,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
             ls.Trajectory(logits=logits, labels=[label] * 4, split=split).save(tmp_path / name / split)
     (tmp_path / "empty").mkdir()
     wrong = {
-        "empty is not a gate: it has no manifest.json": ["margin", "top1", "--gate", "empty"],
+        "empty is not a gate: it has no manifest.json": ["margin", "top1", "--fitted", "empty"],
         "needs the same examples in both recordings": ["margin", "margin", "--with", "other"],
         "'margin' is the same as itself": ["margin", "margin"],
         "The recording has no gate logits": ["gate", "margin"],
@@ -200,7 +200,7 @@ def test_a_run_and_its_recordings_are_the_same(recorded: Path, tmp_path: Path, c
     for form in forms:
         printed.add(command("diagnose", form, "--json").out)
     for words in ((recorded,), (folder,), (folder / "validation", folder / "test"), (recorded, recorded)):
-        printed.add(command("evaluate", *words, "--readout", "margin", "--json").out)
+        printed.add(command("sweep", *words, "--readout", "margin", "--json").out)
     assert len(printed) == 2
     for form in forms:
         printed.add(command("report", form, "--out", tmp_path / "report", "--product", "headline", "--json").out)

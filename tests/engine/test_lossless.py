@@ -255,7 +255,7 @@ def test_of_a_single_loop_it_is_full_depth() -> None:
 
 
 def test_drafts_may_come_from_a_policy_for_another_cache(model: LoopedModel) -> None:
-    """The text is full depth's, whatever that promises of text with its own cache."""
+    """The text is full depth's, whatever that guarantees of text with its own cache."""
     policy = ls.ExitPolicy("top1", 0.075, scope=Scope(unit="tokens", cache="propagate"))
     full = generate(model, prompts(2), max_new_tokens=4)
     ours = generate(model, prompts(2), policy, max_new_tokens=4, lossless=True)

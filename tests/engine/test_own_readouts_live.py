@@ -59,7 +59,7 @@ def recorded(model: LoopedTransformer, seed: int, count: int, split: str, keep: 
     return ls.record_model(model, tokens, lengths, labels, split=split, keep=keep or Keep(hidden=True))
 
 
-def test_from_ten_lines_to_a_promise_that_runs(own: None, model: LoopedTransformer, tmp_path: Path) -> None:
+def test_from_ten_lines_to_a_guarantee_that_runs(own: None, model: LoopedTransformer, tmp_path: Path) -> None:
     """Frontier beside the others, certified policy, file, and 2,000 examples live: none differs from the replay."""
     validation, test = recorded(model, 1, 600, "validation"), recorded(model, 2, 600, "test")
     frontiers = {name: ls.sweep(name, validation, test) for name in ("unchanged", "margin", "patience")}

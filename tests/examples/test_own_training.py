@@ -45,7 +45,7 @@ def test_the_page_has_the_example_and_its_commands() -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
     assert example.endswith(shown)
     assert [words[0] for words in COMMANDS] == [
-        *("train", "record", "record", "diagnose", "report", "bench", "study", "record", "run")
+        *("train", "record", "record", "diagnose", "report", "bench", "study", "record", "answer")
     ]
 
 

@@ -25,9 +25,10 @@ GOOD = {
     "record live": f"{_LIVE} --max-drop 0.6 --confidence 0.5 --readout margin --candidates 2",
     "record live --policy": f"{_LIVE} --policy {{w.policies[by-hand]}}",
     "record benchmark": "{w.checkpoint} openbookqa --split test --data {w.benchmarks} --limit 2 --out {c.out}",
-    "evaluate": "{w.recordings[plain]} {w.recordings[test]} --readout margin",
-    "evaluate --policy": "{w.recordings[test]} --monitor --policy {w.policies[margin]} --audit 0.5",
-    "evaluate --policy on average": "{w.recordings[test]} --monitor --policy {w.policies[average]}",
+    "sweep": "{w.recordings[plain]} {w.recordings[test]} --readout margin",
+    "check": "{w.recordings[test]} --policy {w.policies[margin]}",
+    "monitor": "{w.recordings[test]} --policy {w.policies[margin]} --audit 0.5",
+    "monitor --policy on average": "{w.recordings[test]} --policy {w.policies[average]}",
     "diagnose": "{w.run}",
     "compare": "{w.run} gate margin",
     "report": "{w.run} --out {c.out} --product headline",
@@ -35,7 +36,7 @@ GOOD = {
     "calibrate --cache": (
         "{w.live_runs[propagate]} --max-drop 0.95 --confidence 0.5 --out {c.out} --loss disagreement --cache propagate"
     ),
-    "run": "{w.run} {w.documents[examples.txt]} --threshold 0.5",
+    "answer": "{w.run} {w.documents[examples.txt]} --threshold 0.5",
     "generate": "{w.checkpoint} 1and2 --max-new-tokens 2",
     "generate --lossless": "{w.checkpoint} 1and2 --max-new-tokens 3 --readout margin --threshold 0.1 --lossless",
     "bench exits": "{w.run} --rounds 1 --readout margin",
@@ -45,9 +46,9 @@ GOOD = {
     ),
     "harness": "{w.checkpoint} --tasks openbookqa --data {w.benchmarks} --limit 2",
     "selfcheck": "{w.checkpoint} --only replay --rounds 1",
-    "gate fit": "{w.recordings[plain]} --out {c.out} --steps 2",
-    "gate fit --kind": "{w.recordings[many]} --kind induction --out {c.out}",
-    "gate write": "{w.own_gate} {w.run} --out {c.out}",
+    "fit": "{w.recordings[plain]} --out {c.out} --steps 2",
+    "fit --kind": "{w.recordings[many]} --kind induction --out {c.out}",
+    "insert": "{w.own_gate} {w.run} --out {c.out}",
     "study plan": "{w.study} --out {c.out} --json",
     "study status": "{w.study} --out {c.out}",
     "study report": "{w.study} --out {c.out} --store {w.store} --product headline",
@@ -157,8 +158,8 @@ def _try(world: World, case: Case, name: str) -> str:
         words += ["--device", "cpu"]
     words += last_words(name, world, case)
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
-    printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
-    silent = ("generate", "generate --lossless", "run", "gate write")
+    printed = case.command(*given, verdicts=(0, 1) if path[0] in ("check", "monitor", "selfcheck") else (0,))
+    silent = ("generate", "generate --lossless", "answer", "insert")
     assert printed or "--out" in given or name in silent, "a command did nothing, and said so"
     return "other"
 

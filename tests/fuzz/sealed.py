@@ -1,4 +1,4 @@
-"""What is sealed must be refused when it is altered: recordings, gates, promised policies, runs, a study's store.
+"""What is sealed must be refused when it is altered: recordings, gates, guaranteed policies, runs, a study's store.
 
 Accepted is right only where what was loaded equals the original.
 """
@@ -76,9 +76,9 @@ def _sealed(
 
 def recording(world: World, case: Case) -> str:
     commands = (
-        f"evaluate FOLDER {world.recordings['test']} --readout margin",
+        f"sweep FOLDER {world.recordings['test']} --readout margin",
         "calibrate FOLDER --max-drop 0.6 --confidence 0.5 --out OUT",
-        "gate fit FOLDER --steps 2 --out OUT",
+        "fit FOLDER --steps 2 --out OUT",
     )
     return _sealed(case, world.recordings, ls.Trajectory.load, "a recording", *commands)
 
@@ -91,7 +91,7 @@ def _sealed_again(case: Case, folder: Path, provenance: dict[str, Any] | None = 
     if (folder / "test" / EXAMPLES).is_file():
         write_manifest(folder / "test", RECORDING, RECORDING_SCHEMA, contents, sources, files)
     case.before = {}
-    command = case.rng.choice(("evaluate FOLDER --readout margin", "evaluate FOLDER", "compare FOLDER margin entropy"))
+    command = case.rng.choice(("sweep FOLDER --readout margin", "sweep FOLDER", "compare FOLDER margin entropy"))
     if case.rng.random() < 0.2:
         command = "report FOLDER --product headline --product exits --out OUT"
     case.command(*command.replace("FOLDER", str(folder)).replace("OUT", str(case.out)).split(), "--json")
@@ -138,11 +138,11 @@ def policy(world: World, case: Case) -> str:
     case.spoil(copied[0] if copied and case.rng.random() < 0.4 else path)
     loaded = held(ls.ExitPolicy.load(path))
     if case.rng.random() < 0.05:
-        case.command("evaluate", world.recordings["test"], "--policy", path, verdicts=(0, 1))
+        case.command("check", world.recordings["test"], "--policy", path, verdicts=(0, 1))
     if loaded == _original(ls.ExitPolicy.load, world.policies[name]):
         return "same"
-    assert loaded["certificate"] is None, "a promised policy was altered, and is accepted"
-    values = json.loads(path.read_bytes())  # without a promise it is the user's to change: it is what its file says
+    assert loaded["certificate"] is None, "a guaranteed policy was altered, and is accepted"
+    values = json.loads(path.read_bytes())  # without a guarantee it is the user's to change: it is what its file says
     threshold = values.get("threshold")
     said = {"readout": values["readout"], "threshold": None if threshold is None else float(threshold)}
     said["scope"] = {key: value for key, value in (values.get("scope") or {}).items() if value is not None}
@@ -151,23 +151,23 @@ def policy(world: World, case: Case) -> str:
     assert said == read, "a policy is not what its file says"
     assert math.isfinite(loaded["threshold"] or 0), "a policy has a threshold that is no number"
     lost = values.get("certificate") is not None or (loaded["gate"] is None) != (values.get("gate") is None)
-    assert not lost, "a policy lost its promise or its gate, and is accepted"
+    assert not lost, "a policy lost its guarantee or its gate, and is accepted"
     return "other"
 
 
 def monitor(world: World, case: Case) -> str:
     """What a monitor has seen so far, kept in a file; one whose digest was made again can go on, if it is accepted."""
-    promised = ls.ExitPolicy.load(world.policies["margin"])
+    guaranteed = ls.ExitPolicy.load(world.policies["margin"])
     path = case.copy(world.monitor)
     case.spoil(path)
     if case.rng.random() < 0.5:
-        original = ls.Monitor.load(world.monitor, promised).result
-        return same(ls.Monitor.load(path, promised).result, original, "a monitor")
+        original = ls.Monitor.load(world.monitor, guaranteed).result
+        return same(ls.Monitor.load(path, guaranteed).result, original, "a monitor")
     with suppress(ValueError, OSError, OverflowError, RecursionError, TypeError, msgspec.MsgspecError):
         values = json.loads(path.read_bytes())
         path.write_text(json.dumps(values | {"digest": digest(values | {"digest": ""})}))
     case.before = {}
-    resealed = ls.Monitor.load(path, promised)
+    resealed = ls.Monitor.load(path, guaranteed)
     before = resealed.result
     after = resealed.update([1, 2], [0.0, 1.0])
     assert 0 <= before.audited <= before.examples == after.examples - 2, "a monitor counts what was not there"
@@ -198,7 +198,7 @@ def finished_run(world: World, case: Case) -> str:
         found = (config.model, config.vocab_size, config.block_size)
         assert found == expected, "a run's configuration contradicts itself, and is accepted"
         if case.rng.random() < 0.1:
-            case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
+            case.command("answer", folder, world.documents["examples.txt"], "--threshold", 0.5)
     assert set(MODELS) == {OWN_MODEL}, "code was imported because a checkpoint names it"
     same(loaded[0], original[0], "a run")
     return "same" if loaded == original else "other"

@@ -81,7 +81,7 @@ def found_within(world: World, inputs: int, kind: str, what: str) -> bool:
     [
         ("artifacts._problems", [], "recording", "a recording was altered, and is accepted"),
         ("artifacts.is_intact", True, "gate", "a gate was altered, and is accepted"),
-        ("policy.is_intact", True, "policy", "a promised policy was altered, and is accepted"),
+        ("policy.is_intact", True, "policy", "a guaranteed policy was altered, and is accepted"),
     ],
 )
 def test_it_finds_that_a_check_is_missing(

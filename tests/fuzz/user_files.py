@@ -130,7 +130,7 @@ def deployment(world: World, case: Case) -> str:
         {"loops": 2},
         {"readout": "gate", "threshold": 0.5, "exits_log": "exits.jsonl", "loops": 3},
         {"readout": "fixed", "threshold": 2},
-        {"policy": str(policy), "without_promise": True},
+        {"policy": str(policy), "without_guarantee": True},
     )
     data = spoil_json(case.rng, json.dumps(case.rng.choice(good)).encode())
     case.notes.append(data.decode(errors="replace")[:500])
@@ -206,7 +206,7 @@ def unfinished_texts(world: World, case: Case) -> str:
 
 def examples(world: World, case: Case) -> str:
     path = case.spoilt_copy(world.documents["examples.txt"])
-    printed = case.command("run", world.run, path, "--threshold", 0.5, "--device", "cpu")
+    printed = case.command("answer", world.run, path, "--threshold", 0.5, "--device", "cpu")
     with path.open(encoding="utf-8-sig") as lines:
         given = [line.strip() for line in lines if line.strip()]
     answered = [json.loads(line)["example"] for line in printed.split("\n") if line]

@@ -83,7 +83,7 @@ COMMANDS = {
     "other_run": f"{_RUN} --set training.seed=7",
     "custom_run": f"train demo --out OUT --force --device cpu {setting(*_OWN, 'model.options.width=8')}",
     "language_run": f"{_PRETRAIN} --set training.steps=2 --device cpu",
-    "own_gate": "gate fit {w.run}/recordings/validation --steps 2 --out OUT",
+    "own_gate": "fit {w.run}/recordings/validation --steps 2 --out OUT",
     "looped": "loop {w.llama} --prelude 1 --core 1 --loops 3 --damping 0.5 --injection --gate linear --out OUT",
     "live_recording": "record text {w.checkpoint} {w.documents[documents.txt]} --out OUT",
     "live_candidates": f"{_LIVE} propagate {_LIVE_TARGET}",
@@ -189,7 +189,7 @@ class World:
 
     @cached_property
     def policies(self) -> dict[str, Path]:
-        """One of every readout, with a promise where it can have one."""
+        """One of every readout, with a guarantee where it can have one."""
         folder = self.folder / "policies"
         folder.mkdir()
         register_readout(Readout("fuzzed", "above", "logits", own_step))

@@ -92,7 +92,7 @@ _MADE: dict[str, Callable[[Path], object]] = {
 _WORDS = {
     "run": "train demo --out OUT --force {settings} {gated}"
     + "".join(f"\nrecord task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
-    "gate": "gate fit [run/recordings/train] --steps 20 --out OUT",
+    "gate": "fit [run/recordings/train] --steps 20 --out OUT",
     "recorded": "record text [ouro] [texts/validation.txt] --limit 600 {one} --out OUT",
     "language": f"pretrain [texts/ouro.toml] {_TEXTS} --force {{one}} --out OUT",
     "store": "study run [tiny.toml] --workers 1 --out studied --store OUT",
@@ -162,12 +162,12 @@ def _policy(seed: int) -> ls.ExitPolicy:
     return ls.ExitPolicy("gate:own", 0.5, _gate(seed))
 
 
-def _promised() -> ls.ExitPolicy:
+def _guaranteed() -> ls.ExitPolicy:
     return ls.calibrate(random_trajectory(5, rows=300, split="validation"), 0.5, 0.6, readout="margin")
 
 
 def _monitor(seed: int) -> ls.Monitor:
-    watching = ls.Monitor(_promised(), seed=seed)
+    watching = ls.Monitor(_guaranteed(), seed=seed)
     watching.update([1, 2, 1])
     return watching
 
@@ -201,8 +201,8 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
 
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
 """What a run holds until it is finished."""
-_FITTED = "gate fit [run/recordings/train] --out OUT"
-_PROMISED = (
+_FITTED = "fit [run/recordings/train] --out OUT"
+_GUARANTEED = (
     "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
 )
 _RECORDED = "record task [run] --split test --hidden --out OUT {one}"
@@ -224,9 +224,9 @@ SCENES = (
         Scene(name, words, read=read, refuses=True, neighbours=True)
         for name, words, read in (
             ("loop", "loop [llama] --prelude 1 --core 1 --loops 3 --gate linear --out OUT", load_model),
-            ("gate fit, a stopper", f"{_FITTED} --kind induction", ls.Stopper.load),
-            ("gate fit", f"{_FITTED} --steps 20", ls.FittedGate.load),
-            ("gate write", "gate write [gate] [run] --out OUT", load_model),
+            ("fit, a stopper", f"{_FITTED} --kind induction", ls.Stopper.load),
+            ("fit", f"{_FITTED} --steps 20", ls.FittedGate.load),
+            ("insert", "insert [gate] [run] --out OUT", load_model),
         )
     ),
     Scene("record task over one that was cut off", _RECORDED, before=_cut_off, read=ls.Trajectory.load),
@@ -251,15 +251,15 @@ SCENES = (
         outliving="policy.gate-*.safetensors",
     ),
     _over_another(
-        "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _promised()), target="monitor.json"
+        "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _guaranteed()), target="monitor.json"
     ),
     *(
-        Scene(name, f"{_PROMISED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
-        for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --gate [gate]"}.items()
+        Scene(name, f"{_GUARANTEED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
+        for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --fitted [gate]"}.items()
     ),
     Scene("report", "report [run] --out OUT", share=0.6),
     Scene("report --product", "report [run] --product frontiers --out OUT", share=0.4),
-    Scene("run", "run [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
+    Scene("answer", "answer [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
     Scene(
         "generate",
         "generate [ouro] --prompts [prompts.txt] --max-new-tokens 8 --batch-size 2 --temperature 0.8 --loops 1 "

@@ -9,7 +9,7 @@ import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.learned.stopper_fitting import fit_out_of_bag, why_not_learned
 from loopscope.splits import FITTED_ON
 from loopscope.trajectory import concatenate
@@ -50,7 +50,7 @@ LEAKS: dict[str, Callable[[], object]] = {
     "a fitted gate": lambda: calibrated(
         random_trajectory(0, rows=ROWS).take(np.arange(900)), gates={"x": replace(GATE, weight=np.ones(6))}
     ),
-    "held out": lambda: hold_out(calibrated(learnable(1), gates={"x": STOPPER}, readout="stopper:x"), FITTED),
+    "held out": lambda: check_policy(calibrated(learnable(1), gates={"x": STOPPER}, readout="stopper:x"), FITTED),
     "monitored": lambda: ls.Monitor(calibrated(learnable(1), gates={"x": STOPPER}, readout="stopper:x")).replay(FITTED),
     "swept": lambda: ls.sweep("stopper:x", *(ls.attach(each, {"x": STOPPER}) for each in (FITTED, learnable(1)))),
     "evaluated": lambda: ls.sweep("stopper:x", *(ls.attach(each, {"x": STOPPER}) for each in (learnable(1), FITTED))),

@@ -214,13 +214,13 @@ def test_the_command_line_imports_what_was_typed(
         random_trajectory(seed, rows=400, split=split).save(split)
     assert main(["calibrate", "validation", "--readout", "typed_here:doubt", "--max-drop", "0.5"]) == 0
     assert ls.ExitPolicy.load("policy.json").readout == "doubt"
-    assert main(["evaluate", "validation", "test", "--readout", "nowhere:doubt"]) == 2
+    assert main(["sweep", "validation", "test", "--readout", "nowhere:doubt"]) == 2
     assert "No module named 'nowhere'" in capsys.readouterr().err
     forget_readout("doubt")
     del sys.modules["typed_here"]
-    assert main(["evaluate", "test", "--policy", "policy.json"]) == 2
+    assert main(["check", "test", "--policy", "policy.json"]) == 2
     assert "not installed" in capsys.readouterr().err
-    assert main(["evaluate", "test", "--policy", "policy.json", "--with-readout", "typed_here:doubt"]) in (0, 1)
+    assert main(["check", "test", "--policy", "policy.json", "--with-readout", "typed_here:doubt"]) in (0, 1)
     del sys.modules["typed_here"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.certify.calibration import certify
 from loopscope.certify.live_candidates import candidate_p_values
 from loopscope.certify.live_runs import LiveRuns
@@ -103,7 +103,7 @@ def test_with_propagate_it_is_what_the_model_says_of_each_document_alone(
     assert (full.predictions[:both] != found.predictions[:both]).any()  # and later tokens see other keys
 
 
-def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
+def test_a_guarantee_is_for_the_cache_in_which_the_text_was_run(
     recorded: Recorded, runs: dict[str, LiveRuns], tmp_path: Path
 ) -> None:
     model, recording = ls.load_model(recorded.model), recorded.recordings["test"]
@@ -125,20 +125,20 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
             recorded.live(tmp_path / f"no-{cache}", other, loaded, "test")
         check = recorded.live(tmp_path / f"check-{cache}", cache, loaded, "test")
         assert check.contents.proposing is None
-        held = hold_out(loaded, check)
+        held = check_policy(loaded, check)
         assert held.guarantee.verdict in ("kept", "not refuted")
         assert held.sequences == len(np.unique(recording.sequences))
         assert held.average_loops.value == pytest.approx(check_loops(check), abs=1e-4)
         with pytest.raises(ls.UserError, match="rests on this data"):
-            hold_out(loaded, runs[cache])
-        with pytest.raises(ls.UserError, match="can check a promise"):
+            check_policy(loaded, runs[cache])
+        with pytest.raises(ls.UserError, match="can check a guarantee"):
             certify(replace(check, contents=runs[cache].contents.__class__(**{**fields(check), "split": None})), LAX)
         monitored = ls.Monitor(loaded).replay(check)
         assert (monitored.examples, monitored.audited) == (held.sequences, held.sequences)
     full = certify(runs["full"], LAX)
-    assert hold_out(full, recording).guarantee is not None  # which a replay tells, too
+    assert check_policy(full, recording).guarantee is not None  # which a replay tells, too
     with pytest.raises(ls.UserError, match="calibrated on text with the cache 'propagate'"):
-        hold_out(certify(runs["propagate"], LAX), recording)
+        check_policy(certify(runs["propagate"], LAX), recording)
 
 
 def test_the_command_line_says_for_which_cache_and_holds_to_it(
@@ -164,7 +164,7 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
     assert "for next tokens along given documents, with the cache 'propagate'. All means are over sequences." in told
     assert "decides about next tokens of a text, with the cache 'propagate'" in told
     assert "calibrated on text with the cache 'propagate'" in said(
-        "evaluate", tmp_path / "test", "--policy", policy, code=2
+        "check", tmp_path / "test", "--policy", policy, code=2
     )
     written = ("generate", recorded.model, "1 and", "--policy", policy, "--max-new-tokens", 2)
     assert "write with that cache" in said(*written, "--cache", "full", code=2)
@@ -174,13 +174,13 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
     table = said(*words, "--policy", policy, "--out", tmp_path / "check")
     assert "run with the cache 'propagate'" in table
     assert "candidates" not in table
-    assert "; means over tokens (calibrate and evaluate have those over documents)" in table
-    told = said("evaluate", tmp_path / "check", "--policy", policy)
+    assert "; means over tokens (calibrate and check have those over documents)" in table
+    told = said("check", tmp_path / "check", "--policy", policy)
     assert re.search(r": on average over 36 held-out sequences, [\d.]+ % of the answers differ from full depth", told)
     assert "held-out tokens of 36 sequences; all means are over sequences; [ ]: 95 % intervals" in told
-    told = json.loads(said("evaluate", tmp_path / "check", "--policy", policy, "--json"))
+    told = json.loads(said("check", tmp_path / "check", "--policy", policy, "--json"))
     assert told["sequences"] == 36
-    said("evaluate", tmp_path / "check", "--policy", policy, "--monitor")
+    said("monitor", tmp_path / "check", "--policy", policy)
     with pytest.raises(ls.UserError, match="is a live run, not a recording"):
         Trajectory.load(live)
 

@@ -232,7 +232,7 @@ def shown_thresholds(results: Results, model: ModelRecordings, readout: str) -> 
     return sorted({*frontier.thresholds, *certified}, reverse=readout == "kl")
 
 
-def test_a_certified_threshold_is_marked_with_its_promise(tab: Page, report: tuple[Path, Results]) -> None:
+def test_a_certified_threshold_is_marked_with_its_guarantee(tab: Page, report: tuple[Path, Results]) -> None:
     (mark,) = report[1].models[1].certified
     assert mark.guarantee is not None
     choose(tab, 1, "entropy")

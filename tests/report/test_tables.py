@@ -160,7 +160,7 @@ def test_the_terminal_says_the_same(
     out = " ".join(out.split())
     assert out.startswith(diagnosis.sentence)
     assert diagnosis.target_sentence in out
-    assert main(["evaluate", str(tmp_path / "validation"), str(tmp_path / "test"), "--readout", "fixed"]) == 0
+    assert main(["sweep", str(tmp_path / "validation"), str(tmp_path / "test"), "--readout", "fixed"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (out.startswith(diagnosis.sentence), "D@" in out) == (name in SILENT, name not in SILENT)
     if name not in SILENT:

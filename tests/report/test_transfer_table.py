@@ -59,7 +59,7 @@ def test_seeds_are_put_together_and_single_pairs_have_intervals(results: Results
             *(seeds, "another seed", "margin/entropy", "0.30 ± 0.14 (2 of 2); worse in 2"),
             *("-10.00 ± 14.14 (2 of 2); worse in 1", "0.30 ± 0.14 (2 of 2); worse in 2"),
         ],
-        [seeds, "third", "gate:own", "refused: The gate reads states of width 2, and these have 3.", none, none],
+        [seeds, "third", "gate:own", "rejected: The gate reads states of width 2, and these have 3.", none, none],
         ["third", "itself", "margin", "+0.05 [-0.05, +0.15]", "+0.00 [-10.00, +10.00]", "+0.05 [-0.05, +0.15]"],
         [
             *("third", seeds, "gate:own", "+0.30 [+0.20, +0.40] @60 %", "-30.00 [-40.00, -20.00]"),

@@ -232,7 +232,7 @@ def test_the_ouro_study_runs_on_a_small_ouro_with_real_slices(tiny_ouro: Path, t
         ('models = ["elsewhere/Ouro-1.4B"]', 'models = ["nowhere"]', "There is no folder nowhere"),
         ('models = ["elsewhere/Ouro-1.4B"]', 'models = ["a/b", "a/b@c"]', "lists the run 'b-mmlu' twice"),
         ("limit = 60", 'data = "no-such"', "There are no files of mmlu in no-such"),
-        ("max_drop = 0.3", 'readout = "oracle"', "cannot be promised"),
+        ("max_drop = 0.3", 'readout = "oracle"', "cannot be guaranteed"),
     ],
 )
 def test_a_bad_file_is_explained(small: Path, old: str, new: str, told: str) -> None:

@@ -100,7 +100,7 @@ def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
     store, run = finished / "store", tmp_path / "out" / "mano-geometric0.3-fixed-s0"
     linked = finished / "tiny" / run.name  # the folder of the whole study
     validation, test = (str(linked / "recordings" / split) for split in ("validation", "test"))
-    assert main(["evaluate", validation, test, "--gate", str(linked / "gates" / "linear-ponder"), "--json"]) == 0
+    assert main(["sweep", validation, test, "--fitted", str(linked / "gates" / "linear-ponder"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["readouts"][-1]["readout"] == "gate:linear-ponder"
 
     def certified(guarantees: str) -> tuple[list[str], dict[str, Path]]:
@@ -129,7 +129,7 @@ def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
     loaded = [ls.ExitPolicy.load(run / name) for name in ("policy.json", "policy-2.json")]
     assert [policy.threshold for policy in loaded] == [each.threshold for each in model.certified]
     assert (loaded[0].readout, loaded[0].model) == ("gate:linear-ponder", ls.load_model(run).weights_sha256)
-    assert main(["evaluate", str(run / "recordings" / "test"), "--policy", str(run / "policy.json")]) == 0
+    assert main(["check", str(run / "recordings" / "test"), "--policy", str(run / "policy.json")]) == 0
     assert "Kept: " in capsys.readouterr().out
     steps, other = certified(f"{{ {GATE}, loss = 'disagreement' }}")
     assert steps == ["policy", "analysis"]
@@ -137,7 +137,7 @@ def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
     assert "policy-2.json" not in other
     steps, refused = certified("{ max_drop = 0.01 }")
     assert steps == ["analysis"]  # the refusal is there already
-    assert refused == {}  # an old promise does not stay
+    assert refused == {}  # an old guarantee does not stay
     file = policies[0].folder(store) / "policy.json"
     file.write_bytes(file.read_bytes().replace(b"gap", b"gab"))
     with pytest.raises(ls.UserError, match="does not have the hash of its manifest"):

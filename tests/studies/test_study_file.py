@@ -38,7 +38,7 @@ from loopscope.studies.study_file import expand_study
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "max_drop: expected a number < 1"),
         ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
-        ("gates = {", 'guarantees = [{ readout = "oracle" }]\ngates = {', "cannot be promised"),
+        ("gates = {", 'guarantees = [{ readout = "oracle" }]\ngates = {', "cannot be guaranteed"),
     ],
 )
 def test_a_bad_file_is_explained(tmp_path: Path, old: str, new: str, told: str) -> None:

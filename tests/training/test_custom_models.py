@@ -285,9 +285,9 @@ def test_what_is_wrong_is_said_before_anything_is_written(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["model=mine"], "there is no model 'mine'; name a class of your own as 'module:Class'"),
+        (["model=mine"], "there is no model 'mine'; name a custom class as 'module:Class'"),
         (["model.name=m:Net"], "layers is of the built-in model; leave it out, or give it to 'm:Net'"),
-        (["model.options.width=3"], "options are of a class of your own; name it: name = 'module:Class'"),
+        (["model.options.width=3"], "options are for a custom class; name it: name = 'module:Class'"),
         (["model=m:Net", "model.norm=post"], "norm is of the built-in model"),
         (["model=m:Net", "model.options.width=[1]"], "model.options[...]: expected"),
         (["model=m:Net", "objective.name=learned_gate"], "need model.gate = 'linear' or 'mlp'"),

@@ -42,7 +42,7 @@ def test_built_in_runs_are_what_they_were() -> None:
         (["objective.prior=[1.5, -0.5]"], "prior"),
         (["objective={name='learned_gate', prior=[1, 0]}"], "has a KL to its prior, so no weight of prior may be 0"),
         (["objective.prior=[0.5, 0.5]", "objective.geometric_lambda=0.5"], "geometric_lambda needs the prior"),
-        (["objective.prior_sha256=ab"], "prior_sha256 needs a prior of your own"),
+        (["objective.prior_sha256=ab"], "prior_sha256 needs a custom prior"),
         (["objective={name='act', prior='uniform'}"], "prior needs the objective final or fixed_prior"),
         (["objective=act"], "need model.gate = 'linear' or 'mlp'"),
         (["training.learning_rate=1e-6"], "min_learning_rate is above learning_rate"),

@@ -1,4 +1,4 @@
-"""Was a promise kept? A policy on examples that had no part in its calibration, beside full depth."""
+"""Was a guarantee kept? A policy on examples that had no part in its calibration, beside full depth."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_me
 from loopscope.certify.bounds import risk_interval
 from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import difficulty_counts, risk_groups
-from loopscope.certify.tested_data import Outcome, check_held_out, outcome_of, promised_part
+from loopscope.certify.tested_data import Outcome, check_held_out, guaranteed_part, outcome_of
 from loopscope.policy import ExitPolicy, Guarantee
 
 Verdict = Literal["kept", "not refuted", "broken"]
@@ -55,15 +55,15 @@ class HeldOut:
     accuracy: Estimate | None  # None without labels, as the next two
     full_depth_accuracy: float | None
     drop: Estimate | None  # of accuracy, against full depth
-    guarantee: GuaranteeCheck | None  # None without a promise
+    guarantee: GuaranteeCheck | None  # None without a guarantee
 
 
-def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
-    """A policy on held-out examples: those for which its promise was made, if it has one; replayed, or live."""
+def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
+    """A policy on held-out examples: those for which its guarantee was made, if it has one; replayed, or live."""
     guarantee = policy.guarantee
     if guarantee is not None:
         check_held_out(policy, recording)
-        recording = promised_part(guarantee, recording)
+        recording = guaranteed_part(guarantee, recording)
     outcome = outcome_of(policy, recording)
     (all_units,) = risk_groups(recording, per_difficulty=False)
     columns: list[NDArray[Any]] = [outcome.loops]
@@ -116,7 +116,7 @@ _LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ f
 def _sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
     worst = check.worst
     if worst is None:
-        return "Not refuted: none of the difficulties of the promise is here."
+        return "Not refuted: none of the difficulties of the guarantee is here."
     where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
     share = f"{100 * worst.loss:.2f} %"
     if guarantee.tested.sequences is None:
@@ -126,10 +126,10 @@ def _sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
     why = ""
     if check.verdict == "not refuted":
         by_chance = worst.low <= guarantee.max_drop
-        why = " That much can be chance." if by_chance else " One draw cannot break a promise on average."
+        why = " That much can be chance." if by_chance else " One draw cannot break a guarantee on average."
     lost = f"{_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f})"
-    promised = f"promised: at most {100 * guarantee.max_drop:g} %"
-    return f"{check.verdict.capitalize()}: {found} {lost}; {promised}.{why}"
+    guaranteed = f"guaranteed: at most {100 * guarantee.max_drop:g} %"
+    return f"{check.verdict.capitalize()}: {found} {lost}; {guaranteed}.{why}"
 
 
 def _warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:
@@ -140,13 +140,13 @@ def _warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:
         counts = [[data.get(level, 0) for level in levels] for data in (ours, theirs)]
         if len(levels) > 1 and chi2_contingency(counts).pvalue < _OTHER_MIX:
             found.append(
-                "The mix of difficulties is not that of the calibration data, for which the promise was made; "
+                "The mix of difficulties is not that of the calibration data, for which the guarantee was made; "
                 "--per-difficulty makes one that does not depend on the mix."
             )
     if guarantee.per_difficulty and ours and theirs:
         for missing, what in (
-            ({*theirs} - {*ours}, "that the promise does not cover are here and not counted"),
-            ({*ours} - {*theirs}, "that the promise covers are not here"),
+            ({*theirs} - {*ours}, "that the guarantee does not cover are here and not counted"),
+            ({*ours} - {*theirs}, "that the guarantee covers are not here"),
         ):
             if missing:
                 found.append(f"Difficulties {what}: {', '.join(sorted(missing, key=float))}.")

@@ -15,7 +15,7 @@ from loopscope.analysis.comparison import Paired, Side, exits_of, paired
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, learned_subject, rooms
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
-from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.held_out import check_policy
 from loopscope.analysis.results import assemble_results, depth_words, model_label, recorded_run
 from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
@@ -55,9 +55,9 @@ class ModelRecordings:
     extrapolation: Trajectory | None = None
     gates: Mapping[str, Fitted] = field(default_factory=dict)
     unseen_only: bool = False  # whether examples that training had are left out of the first two
-    whole_test: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
+    whole_test: Trajectory | None = None  # the test recording before any were left out: a guarantee says whom it counts
     policies: Sequence[ExitPolicy] = ()  # calibrated ones
-    refused: Sequence[str] = ()  # promises that could not be made
+    refused: Sequence[str] = ()  # guarantees that could not be made
 
     @property
     def all_gates(self) -> dict[str, Fitted]:
@@ -143,7 +143,7 @@ def analyse_model(
     provenance = dict(test.provenance)
     certified = [
         schema.Certified(
-            policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test)
+            policy.readout, policy.threshold, policy.guarantee, check_policy(policy, source.whole_test or test)
         )
         for policy in source.policies
     ]

@@ -140,7 +140,7 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     fitted_gaps: list[Gap]  # D@X of every fitted gate minus that of the model's own gate, or of margin without one
     extrapolation: Extrapolation | None
     certified: list[Certified]
-    refused: list[str]  # why a promise that was asked for could not be made
+    refused: list[str]  # why a guarantee that was asked for could not be made
     benchmark: BenchmarkResult | None = None  # where the examples are a benchmark's questions
     sequences: int | None = None  # to which the test examples belong, where each is one decision of many
 

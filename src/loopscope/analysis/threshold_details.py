@@ -37,12 +37,12 @@ MAX_DRAWN = 51
 
 
 class CertifiedMark(msgspec.Struct, frozen=True):
-    """A certified threshold: its place among the thresholds, and what it promises."""
+    """A certified threshold: its place among the thresholds, and what it guarantees."""
 
     place: int
     guarantee: str  # nothing where it has none
-    verdict: str  # of test data; nothing where there is no promise
-    counted: str  # how it does on the test examples that the promise is for
+    verdict: str  # of test data; nothing where there is no guarantee
+    counted: str  # how it does on the test examples that the guarantee is for
 
 
 class ReadoutCurve(msgspec.Struct, frozen=True):

@@ -59,7 +59,7 @@ class ExitTiming(msgspec.Struct, frozen=True):
 
     readout: str
     threshold: float | None
-    max_drop: float | None  # promised
+    max_drop: float | None  # guaranteed
     accuracy: float | None  # None: random weights
     average_loops: float
     token_loops: float  # the average over tokens: longer examples take more loops

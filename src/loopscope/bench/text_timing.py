@@ -48,7 +48,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
 
     readout: str
     threshold: float | None
-    max_drop: float | None  # promised
+    max_drop: float | None  # guaranteed
     cache: str
     average_loops: float | None  # of a token; None: lossless, where every token goes through all of them in the end
     agreement: float  # share of tokens whose likeliest next one is full depth's
@@ -262,7 +262,7 @@ def _differing(ours: Iterable[int], theirs: Sequence[Token]) -> int:
 def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossless: bool) -> list[Way]:
     """Every policy with every cache, and lossless.
 
-    To be measured with another cache than it was calibrated for, a policy leaves its promise behind.
+    To be measured with another cache than it was calibrated for, a policy leaves its guarantee behind.
     """
     ways = [Way(_for_cache(policy, cache), cache) for policy in policies for cache in caches]
     if lossless:

@@ -1,9 +1,9 @@
 """When is a threshold proven safe? P-values for losses of examples and of sequences, and conformal risk control.
 
 Losses lie between 0 and 1, one a unit (an example, or a sequence of decisions); the risk of a threshold is its expected
-loss, alpha the risk that is allowed, delta the probability with which a promise may be broken. Thresholds are tested in
-an order that other data gave, and no monotonicity of the risk is needed: the walk ends at the first threshold that is
-not proven, so that all errors together have the probability delta.
+loss, alpha the risk that is allowed, delta the probability with which a guarantee may be broken. Thresholds are tested
+in an order that other data gave, and no monotonicity of the risk is needed: the walk ends at the first threshold that
+is not proven, so that all errors together have the probability delta.
 
 Losses of sequences are tested by bets. Whoever holds that the risk is above alpha must offer fair bets on losses below
 it: a stake of `bet` on a unit whose loss is x pays 1 + bet (alpha - x) for 1. Wealth that began at 1 is then at most 1

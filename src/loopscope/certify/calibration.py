@@ -203,7 +203,7 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
     if contents.proposing is None or target.readout not in (AUTO, readout):
         what = "a policy that was given" if contents.proposing is None else f"candidates of '{readout}'"
         raise UserError(
-            f"This live run is of {what}, so it can check a promise (loopscope evaluate) but not make this one; run "
+            f"This live run is of {what}, so it can check a guarantee (loopscope check) but not make this one; run "
             "candidates of the readout, without --policy."
         )
     _check_size(runs, runs, target, split=True)
@@ -230,7 +230,7 @@ def check_live_target(target: RiskTarget) -> None:
     wrong = [name for name in names if getattr(target, name)] + ["method"] * (target.method == "tolerance")
     if wrong:
         raise UserError(
-            f"A promise for text that was run live is not made with --{wrong[0].replace('_', '-')}; leave that out."
+            f"A guarantee for text that was run live is not made with --{wrong[0].replace('_', '-')}; leave that out."
         )
 
 
@@ -308,7 +308,7 @@ def _check_size(counted: Recorded, tested: Recorded, target: RiskTarget, split: 
 def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[Walk]:
     """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
 
-    Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
+    Of many candidates two are tested, at half of delta each; one, where the guarantee is on average (a choice by the
     tested data would bias it) or the data are too few for more.
     """
     parts, delta = risk_groups(tested, target.per_difficulty), target.delta

@@ -38,7 +38,7 @@ class Counted(Protocol):
 
 @dataclass(frozen=True)
 class RiskGroup:
-    """The examples for which a promise is made: all, or those of one difficulty."""
+    """The examples for which a guarantee is made: all, or those of one difficulty."""
 
     difficulty: float | None
     rows: NDArray[np.int64]  # [n]
@@ -97,7 +97,7 @@ def risk_groups(trajectory: Counted, per_difficulty: bool) -> list[RiskGroup]:
         return [_group(trajectory, None, np.arange(trajectory.num_examples))]
     if trajectory.difficulty is None:
         raise UserError(
-            "The recording has no difficulties, so nothing can be promised or checked for each of them; ask for all "
+            "The recording has no difficulties, so nothing can be guaranteed or checked for each of them; ask for all "
             "together (leave out --per-difficulty), or give them: Trajectory(difficulty=...)."
         )
     levels = np.unique(trajectory.difficulty)

@@ -8,9 +8,9 @@ Exits: the rank of every exit among those of the calibration data and of the str
 is uniform and independent of earlier ranks as long as the stream is like the calibration data, however few these are;
 that is why bets may depend on earlier ranks alone. It would be exact if the threshold came from other data, which it
 does not; what that costs is measured (`benchmarks/drift.py`, docs/decisions.md).
-Risk: the losses of units that were audited (labelled, or run at full depth) are at most the promised risk on average,
-where the promise is true, which it is with the policy's confidence. A promise on average over calibrations says nothing
-of this one: there exits alone are watched.
+Risk: the losses of units that were audited (labelled, or run at full depth) are at most the guaranteed risk on average,
+where the guarantee is true, which it is with the policy's confidence. A guarantee on average over calibrations says
+nothing of this one: there exits alone are watched.
 
 Each test may err with half of alpha, or exits alone with all of it. Their average wealth would be a little sharper, and
 is not used: ranks are uniform given earlier ranks, not given losses.
@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.artifacts import is_intact, sealed
 from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import risk_groups
-from loopscope.certify.tested_data import check_held_out, outcome_of, promised_part
+from loopscope.certify.tested_data import check_held_out, guaranteed_part, outcome_of
 from loopscope.config import Count, Seed, Settings, Tally, digest, read_json, write_json
 from loopscope.errors import UserError, reject
 from loopscope.policy import Certificate, ExitPolicy, Share
@@ -150,7 +150,7 @@ class Alarm(Settings, frozen=True, kw_only=True):
     example: Count  # the first at which the evidence sufficed, counted from 1
     since: Tally  # the example after which the evidence began to grow: about where the change is
     observed: float  # the average loop, or loss, since then
-    expected: float  # the average loop on calibration data, or the promised risk
+    expected: float  # the average loop on calibration data, or the guaranteed risk
 
 
 class MonitorResult(Settings, frozen=True, kw_only=True):
@@ -159,7 +159,7 @@ class MonitorResult(Settings, frozen=True, kw_only=True):
     alarm: bool
     alarms: list[Alarm]  # the first of each test
     sentence: str
-    alpha: float  # the probability of an alarm, ever, if nothing changes, where the promise is true (see `Monitor`)
+    alpha: float  # the probability of an alarm, ever, if nothing changes, where the guarantee is true (see `Monitor`)
     unit: Literal["examples", "sequences"]
     examples: int  # or sequences
     audited: int
@@ -188,8 +188,8 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Monitor:
     """Watches a stream under a calibrated policy.
 
-    Without a change the chance of an alarm, ever, is at most `alpha`, where the promise is true (which it is with the
-    policy's confidence). A promise on average over calibrations is broken by many a policy without any change: then
+    Without a change the chance of an alarm, ever, is at most `alpha`, where the guarantee is true (which it is with the
+    policy's confidence). A guarantee on average over calibrations is broken by many a policy without any change: then
     exits alone are watched, and losses are refused.
     """
 
@@ -218,10 +218,10 @@ class Monitor:
         """The next units of the stream, in their order: the loops at which they exit, and what the audited ones lost.
 
         The order is that in which they arrived; the engine answers those that exit early before their neighbours.
-        A unit is an example; where the promise counts sequences, a sequence, with the averages over its decisions.
-        A loss is 1 if the early answer loses against full depth as the promise has it (gap or disagreement), else 0;
-        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot. Where the promise
-        is one on average over calibrations, losses are refused.
+        A unit is an example; where the guarantee counts sequences, a sequence, with the averages over its decisions.
+        A loss is 1 if the early answer loses against full depth as the guarantee has it (gap or disagreement), else 0;
+        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot. Where the
+        guarantee is one on average over calibrations, losses are refused.
         """
         depths, lost = self._checked(exit_loops, losses)
         levels = self.calibration.levels(depths).tolist()
@@ -247,10 +247,10 @@ class Monitor:
         check_held_out(self.policy, recording)
         if share and self.guarantee.loss == "gap" and recording.labels is None:
             raise UserError(
-                "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
-                "(--audit 0), or calibrate with the loss 'disagreement', which needs none."
+                "The guarantee is about right answers, and this recording has no labels to audit; watch its exits "
+                "alone (--audit 0), or calibrate with the loss 'disagreement', which needs none."
             )
-        recording = promised_part(self.guarantee, recording, ordered=stream)
+        recording = guaranteed_part(self.guarantee, recording, ordered=stream)
         outcome = outcome_of(self.policy, recording)
         (units,) = risk_groups(recording, per_difficulty=False)
         depths = units.means(outcome.loops)
@@ -305,8 +305,8 @@ class Monitor:
     def _check_audited(self) -> None:
         if not self.watches_risk:
             raise UserError(
-                "This policy's promise holds on average over calibrations, not for each one, so that losses cannot say "
-                "whether something changed; watch exits alone (--audit 0, or no losses)."
+                "This policy's guarantee holds on average over calibrations, not for each one. Losses cannot show a "
+                "change then; watch the exits alone (--audit 0, or no losses)."
             )
 
     def _checked(self, exit_loops: ArrayLike, losses: ArrayLike | None) -> tuple[Values, Values]:
@@ -323,7 +323,7 @@ class Monitor:
         if not (np.isfinite(depths) & (depths >= 1 - _ROUNDING) & (depths <= last + _ROUNDING)).all():
             yield f"Exit loops lie between 1 and {last}, the full depth of the policy."
         if self.calibration.per_loop == 1 and (depths != np.rint(depths)).any():
-            yield "An example exits at a whole loop; averages are for a promise that counts sequences."
+            yield "An example exits at a whole loop; averages are for a guarantee that counts sequences."
         if len(lost) != len(depths):
             yield f"Got {len(lost):,} losses for {len(depths):,} exits; give one per exit, NaN without an audit."
         if not (np.isnan(lost) | ((lost >= -_ROUNDING) & (lost <= 1 + _ROUNDING))).all():
@@ -387,13 +387,13 @@ def _words(alarm: Alarm, unit: str, in_order: bool) -> str:
         )
     return (
         f"{began} audited answers lose {100 * alarm.observed:.2f} % on average, and at most "
-        f"{100 * alarm.expected:g} % was promised."
+        f"{100 * alarm.expected:g} % was guaranteed."
     )
 
 
 def _certificate_of(policy: ExitPolicy) -> Certificate:
     if policy.certificate is None:
-        raise UserError("This policy promises nothing, so there is nothing to monitor; calibrate one.")
+        raise UserError("This policy guarantees nothing, so there is nothing to monitor; calibrate one.")
     counts, loops = policy.certificate.exits, policy.certificate.guarantee.loops
     if len(counts.counts) != (loops - 1) * counts.per_loop + 1 or not sum(counts.counts):
         raise UserError("The exit counts of this policy do not fit its loops; calibrate again.")

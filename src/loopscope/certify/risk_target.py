@@ -60,7 +60,7 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
 
     @property
     def delta(self) -> float | None:
-        """The probability with which the promise may be broken; None for one in expectation."""
+        """The probability with which the guarantee may be broken; None for one in expectation."""
         return None if self.in_expectation else round(1 - self.confidence, 15) or 1 - self.confidence
 
     def sentence(self, sequences: bool, scope: Scope) -> str:
@@ -78,4 +78,4 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"
-        return f"a promise of at most {100 * self.max_drop:g} % {sure}"
+        return f"a guarantee of at most {100 * self.max_drop:g} % {sure}"

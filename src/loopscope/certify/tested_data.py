@@ -83,8 +83,8 @@ def load_recorded(path: Path) -> Recorded:
     return LiveRuns.load(path) if live else Trajectory.load(path)
 
 
-def promised_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = False) -> Recorded:
-    """The examples for which a promise was made; with `ordered` in the order of the recording."""
+def guaranteed_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = False) -> Recorded:
+    """The examples for which a guarantee was made; with `ordered` in the order of the recording."""
     if isinstance(recorded, LiveRuns):
         if guarantee.unseen or guarantee.distinct or guarantee.new_inputs:
             raise UserError(
@@ -120,14 +120,14 @@ def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -
     if (guarantee.tested.sequences is None) != (recorded.sequences is None):
         made, here = ("single answers", "texts") if guarantee.tested.sequences is None else ("texts", "single answers")
         yield (
-            f"The promise is about {made}, and this recording is of {here}; give one of {made}, or calibrate a policy "
-            f"on a recording of {here}."
+            f"The guarantee is about {made}, and this recording is of {here}; give one of {made}, or calibrate a "
+            f"policy on a recording of {here}."
         )
     known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
     own = model is not None and same_model(model, recorded.provenance.get("weights_sha256"))
     splits = {guarantee.tested.split, guarantee.grid.split} - {None}
     if recorded.sha256 in known or (own and recorded.split in splits):
         yield (
-            "The promise rests on this data, or on the same split of the same model, which cannot say whether it is "
+            "The guarantee rests on this data, or on the same split of the same model, which cannot say whether it is "
             "kept; give another split."
         )

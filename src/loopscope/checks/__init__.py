@@ -1,1 +1,1 @@
-"""Does a model do what it promises? Its contract, and on this machine precision, batches, caches, exits and speed."""
+"""Does a model keep its contract? And on this machine: precision, batches, caches, exits and speed."""

@@ -1,4 +1,4 @@
-"""Does a model do on this machine what it promises? Six kinds of checks, each line with its verdict.
+"""Does a model do on this machine what it should? Six kinds of checks, each line with its verdict.
 
 - contract: shapes, order, neighbours and loops do not matter where they must not (`check_model`);
 - precision: what low precision says at every loop, against float32;
@@ -273,7 +273,7 @@ def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
         values = divergence(plain, logits)
         limit = None if cache == "latest" else DIVERGENCE[dtype]
         note = f"{_same_token(plain, logits)} of {len(logits)}"
-        note += "; promises no equality" if limit is None else ""
+        note += "; equality is not required" if limit is None else ""
         yield _judged("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
 
 

@@ -235,7 +235,7 @@ class _Contract:
     def kv_cache(self) -> Check:
         """Rows are written token by token, at one loop, at several, and with exits, against one plain pass."""
         if not self.model.kv_cache:
-            return self._holds("It declares no KV cache, so that text is refused.")
+            return self._holds("It declares no KV cache, so LoopScope rejects text.")
         wrong = "A model with a KV cache is causal: earlier tokens are not run again when later ones come."
         _require(self.model.causal, wrong)
         plain = [self.model.loops(row[None]).logits[:, 0] for row in self.rows]
@@ -260,7 +260,7 @@ class _Contract:
     def branches(self) -> Check:
         """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
         if not self.model.branches:
-            return self._holds("It declares no branches, so that questions with choices are refused.")
+            return self._holds("It declares no branches, so LoopScope rejects questions with choices.")
         require_vocabulary(self.model, self._together[1])
         requests: list[Request] = []
         expected: list[list[float]] = []

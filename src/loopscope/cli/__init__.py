@@ -10,13 +10,13 @@ Or stage by stage:
   loopscope train demo --out runs/mine
   loopscope record task runs/mine --split validation
   loopscope record task runs/mine --split test
-  loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
+  loopscope sweep runs/mine/recordings/validation runs/mine/recordings/test
   loopscope diagnose runs/mine
   loopscope report runs/mine --out runs/mine/report
   loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 \\
       --out policy.json
-  loopscope evaluate runs/mine/recordings/test --policy policy.json
-  loopscope run runs/mine examples.txt --policy policy.json
+  loopscope check runs/mine/recordings/test --policy policy.json
+  loopscope answer runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
 """
 # One verb per stage, in the order of the stages; only the module of the verb that was typed is imported. The docstrings
@@ -37,36 +37,39 @@ from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
-    "train": "Train a looped Transformer, or a model of your own",
+    "train": "Train a looped Transformer, or a custom model",
     "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
     "loop": "Loop the middle of an ordinary language model",
     "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",
-    "evaluate": "Sweep the readouts of a recording",
-    "diagnose": "Say which part is to blame, the trajectory or the readout",
+    "sweep": "Compare exit rules: sweep the thresholds of every readout of a recording",
+    "diagnose": "Find which part is to blame, the trajectory or the readout",
     "compare": "Compare two readouts on the same examples",
     "report": "Write tables, figures and a page on some runs, or on folders of recordings",
-    "calibrate": "Choose a threshold that comes with a promise",
-    "run": "Answer a file of examples with adaptive depth",
+    "calibrate": "Choose a threshold that comes with a guarantee",
+    "check": "Check a policy and its guarantee on held-out examples",
+    "monitor": "Watch a recording under a policy for drift",
+    "answer": "Answer a file of examples with adaptive depth",
     "generate": "Continue text with a looped language model",
     "bench": "Measure speed-ups side by side, interleaved",
     "harness": "Run lm_eval's tasks on a language model",
     "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
-    "gate": "Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint",
+    "fit": "Fit a gate or a stopper to a recording of the train split",
+    "insert": "Insert a fitted gate into a copy of a checkpoint",
     "study": "Run a study: many runs, one file, one report",
     "demo": "Train, record, diagnose and report five small models",
 }
 """Each verb, with the sentence that its help begins with."""
-_ELSEWHERE = {"pretrain": "train", "demo": "study"}
+_ELSEWHERE = {"pretrain": "train", "monitor": "check", "insert": "fit", "demo": "study"}
 """The module of a verb that is not called like the verb; it is defined there by `define_VERB`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     verb = next((word for word in words if not word.startswith("-")), "")
-    return answer(words, lambda: make_parser([verb]))
+    return run_command(words, lambda: make_parser([verb]))
 
 
-def answer(words: Sequence[str], make: Any) -> int:
+def run_command(words: Sequence[str], make: Any) -> int:
     """Executes a command with the parser that `make` gives; the exit code."""
     options = argparse.Namespace(resumes=False)
     _open_standard_streams()

@@ -170,7 +170,7 @@ def _bench_generation(options: argparse.Namespace) -> None:
     prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:
-            without = f"with {' and '.join(others)} it is measured without its promise"
+            without = f"with {' and '.join(others)} it is measured without its guarantee"
             print_note(f"{policy} was calibrated for the cache '{policy.scope.cache}'; {without}.")
     with working(options, "measuring") as advance:
         ways = ways_of(policies, caches, options.lossless)

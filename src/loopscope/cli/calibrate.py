@@ -1,4 +1,4 @@
-"""Choose a threshold that comes with a promise.
+"""Choose a threshold that comes with a guarantee.
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
 # needs no labels
@@ -7,8 +7,8 @@ loopscope calibrate RUN --loss disagreement --readout margin \\
 loopscope calibrate RUN --per-difficulty --unseen --new-inputs
 # text: a live run, by loopscope record live
 loopscope calibrate LIVE --loss disagreement --cache propagate
-loopscope evaluate runs/mine --policy policy.json
-loopscope run runs/mine examples.txt --policy policy.json
+loopscope check runs/mine --policy policy.json
+loopscope answer runs/mine examples.txt --policy policy.json
 
 A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
 loses at most --max-drop against full depth.
@@ -16,8 +16,8 @@ loses at most --max-drop against full depth.
 A fifth of the recording (the selection split) gives the thresholds and chooses the readouts, the rest tests them;
 --grid gives them from another recording. Refused where that cannot be proven, with the number of examples it takes.
 
-A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
-docs/explanation/guarantees.md says what the promise assumes.
+A guarantee for text holds for one cache: that of a recording is `full`, another takes a live run.
+docs/explanation/guarantees.md says what the guarantee assumes.
 """
 
 import argparse
@@ -48,22 +48,22 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
-    option(sure, "--in-expectation", "promise it on average over calibrations instead (conformal)")
+    option(sure, "--in-expectation", "guarantee it on average over calibrations instead (conformal)")
     losses = "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or any that "
     losses += "differs from full depth (disagreement, which needs no labels)"
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
     readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
-    add_shared(parser, "--gate DIR")
-    option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
+    add_shared(parser, "--fitted DIR")
+    option(parser, "--cache MODE", "KV cache that a guarantee for text is to hold for", choices=get_args(CacheMode))
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
     methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
-    option(parser, "--per-difficulty", "promise it at every difficulty")
-    option(parser, "--unseen", "promise it for inputs that training did not have")
+    option(parser, "--per-difficulty", "guarantee it at every difficulty")
+    option(parser, "--unseen", "guarantee it for inputs that training did not have")
     once = parser.add_mutually_exclusive_group()
     option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
     option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
@@ -87,12 +87,12 @@ def execute(options: argparse.Namespace) -> None:
 
     bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
-        if options.grid is not None or options.gate:
-            raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
+        if options.grid is not None or options.fitted:
+            raise UserError("A live run has its thresholds and its gate already; leave out --grid and --fitted.")
         policy = certify(recording, target, None, None, options.seed, bound)
     else:
         grid = None if options.grid is None else Trajectory.load(options.grid)
-        gates = inputs.load_gates(options.gate, recording)
+        gates = inputs.load_gates(options.fitted, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
     for caution in cautions(recording, policy):
@@ -105,7 +105,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _check_cache(recording: Recorded, cache: str | None) -> None:
-    """Refuses to promise for one cache what another has shown."""
+    """Refuses to guarantee for one cache what another has shown."""
     here = decision_scope(recording).cache
     if cache not in (None, here):
         kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
@@ -114,7 +114,7 @@ def _check_cache(recording: Recorded, cache: str | None) -> None:
 
 
 def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
-    """Says where the recording is not what a promise for new inputs should rest on, or does not say what it is."""
+    """Says where the recording is not what a guarantee for new inputs should rest on, or does not say what it is."""
     if recording.seen is not None and recording.seen.any() and not options.unseen:
         seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")
@@ -122,7 +122,7 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"
         print_note(f"The recording does not name its model; make sure that the policy is used on the same one {tied}.")
     if recording.split is None:
-        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.gate else "")
+        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.fitted else "")
         print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
 
 

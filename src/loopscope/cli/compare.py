@@ -4,7 +4,7 @@ loopscope compare runs/demo/linear-gate gate margin
 loopscope compare runs/demo/linear-gate gate margin \\
     --with runs/demo/fixed-geometric --unseen
 # recorded with --hidden
-loopscope compare runs/mine gate:linear margin --gate gates/linear
+loopscope compare runs/mine gate:linear margin --fitted gates/linear
 
 Both at the threshold that validation chooses, and (--at) at the least depth that reaches an accuracy. With --with, the
 second readout runs on another model's recordings of the same examples.
@@ -31,7 +31,7 @@ def define(subparsers: Any) -> None:
     option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
     option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")
     option(parser, "--with RUN", "run the second readout on this run, by path or name (default: RUN)", dest="other")
-    add_shared(parser, "--gate DIR", "--at X", "--unseen", "--json")
+    add_shared(parser, "--fitted DIR", "--at X", "--unseen", "--json")
     inputs.add_custom_readouts(parser)
 
 
@@ -44,7 +44,7 @@ def execute(options: argparse.Namespace) -> None:
 
     ours = read_recordings(own, options.unseen)
     theirs = None if second is None else read_recordings(second, options.unseen)
-    gates = inputs.load_gates(options.gate, ours.validation)
+    gates = inputs.load_gates(options.fitted, ours.validation)
     pair = (attach(ours.validation, gates), attach(ours.test, gates))
     other = None if theirs is None else (theirs.validation, theirs.test)
     names = ("" if theirs is None else theirs.name, ours.name)

@@ -1,4 +1,4 @@
-"""Say which part is to blame, the trajectory or the readout.
+"""Find which part is to blame, the trajectory or the readout.
 
 loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
     --unseen

@@ -64,12 +64,12 @@ def device_of(options: argparse.Namespace) -> "torch.device":
 
 
 def add_custom_readouts(parser: Parser) -> None:
-    text = "add a readout of your own, which a module defines (repeatable)"
+    text = "add a custom readout, which a module defines (repeatable)"
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
 
 
 def add_custom_tasks(parser: Parser) -> None:
-    text = "import the task of your own on which the run was trained (repeatable)"
+    text = "import the custom task on which the run was trained (repeatable)"
     option(parser, "--with-task MODULE:CLASS", text, action="append")
 
 
@@ -80,7 +80,7 @@ def add_policy_options(parser: Parser) -> None:
 
 
 def add_custom_model(parser: Parser) -> None:
-    text = "let runs of this class of yours be loaded: its module is imported (repeatable)"
+    text = "import the custom class of the model, so that its runs can be loaded (repeatable)"
     option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class)
 
 
@@ -127,7 +127,7 @@ def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> Non
     for name in names:
         if name in READOUTS and name not in known:
             others = f"choose one of {', '.join(known)}"
-            raise UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
+            raise UserError(f"The oracle needs the labels, so only `loopscope sweep` takes it; {others}.")
         if name not in known and find_readout(name) is None:
             raise no_readout(name, known)
 
@@ -152,7 +152,7 @@ def policies_by_model(
     for path, policy in zip(paths, loaded, strict=True):
         known = policy.model is None or None in models
         if not known and not any(same_model(policy.model, model) for model in models):
-            choice = "add that run, or use it without its promise (--any-model)"
+            choice = "add that run, or use it without its guarantee (--any-model)"
             raise UserError(f"{path} was calibrated for another model than these; {choice}.")
     return [
         [policy for policy in loaded if None in (policy.model, model) or same_model(policy.model, model)]
@@ -180,10 +180,10 @@ def run_weights(run: Path) -> str:
 
 
 def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:
-    """What is to be said, once work begins, of a policy that names no model: its promise is for the one it had."""
+    """What is to be said, once work begins, of a policy that names no model: its guarantee is for the one it had."""
     if path is None or policy is None or policy.model is not None or policy.guarantee is None:
         return []
-    return [f"{path} does not say which model it was calibrated for; its promise is for that one alone."]
+    return [f"{path} does not say which model it was calibrated for; its guarantee is for that one alone."]
 
 
 def note_unknown_model(*models: str | None) -> None:
@@ -239,7 +239,7 @@ def _check_no_recordings(folder: Path) -> None:
             f"the run: {known}"
             if is_file(known / CONFIG)
             else (
-                "the folder of the run or checkpoint that was recorded, or run a model of your own from Python "
+                "the folder of the run or checkpoint that was recorded, or run a custom model from Python "
                 "(docs/how-to/your-model.md)"
             )
         )
@@ -252,7 +252,7 @@ def find_model(source: str | Path, text: bool = False) -> Path:
     _check_no_recordings(folder)
     checkpoint_folder.require_config(folder)
     if text and checkpoint_folder.is_of_task(folder):
-        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope run`"
+        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope answer`"
         raise UserError(f"{folder} is a model of a task, which takes no text; {verbs}.")
     if text:
         require_tokenizer(folder)

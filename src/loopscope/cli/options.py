@@ -192,18 +192,18 @@ _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),
     "run": ("the folder of a finished run", {"type": Path}),
-    "--any-model": ("use the policy on any model, without its promise", {}),
+    "--any-model": ("use the policy on any model, without its guarantee", {}),
     "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
     "--chat": ("ask in the model's chat template", {}),
     "--confidence X": (
-        "probability with which the promise is to hold (default: 0.95)",
+        "probability with which the guarantee is to hold (default: 0.95)",
         {"type": _between_0_and_1(0.95)},
     ),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
     "--force": ("start even what is far too big for this machine", {}),
-    "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
+    "--fitted DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),
     "--json": ("print the result as JSON", {}),
     "--max-drop X": (

@@ -78,7 +78,7 @@ def define(subparsers: Any) -> None:
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     option(parser, "--batch-size N", "windows to run at a time", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
-    add_shared(parser, "--gate DIR", "--seed N", *COMPUTE)
+    add_shared(parser, "--fitted DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     add_shared(parser, "model")
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
@@ -129,7 +129,7 @@ def _record_text(options: argparse.Namespace) -> None:
     loopscope record text runs/small-ouro train.txt --split train \\
         --limit 100000 --hidden --out recordings/train
 
-    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises
+    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Guarantees
     count documents, so give many. --split says what the text is to the model: calibrating on test is refused, for
     instance.
     """
@@ -157,7 +157,7 @@ def _record_text(options: argparse.Namespace) -> None:
 
 
 def _record_live(options: argparse.Namespace) -> None:
-    """Run a recorded text live: with candidates for a promise, or with one policy to check it.
+    """Run a recorded text live: with candidates for a guarantee, or with one policy to check it.
 
     loopscope record live MODEL mine.txt --recording rec/mine \\
         --cache propagate --max-drop 0.05 --out rec/live
@@ -165,7 +165,7 @@ def _record_live(options: argparse.Namespace) -> None:
         --out text.json
     loopscope record live MODEL other.txt --recording rec/test \\
         --cache propagate --policy text.json --out rec/check
-    loopscope evaluate rec/check --policy text.json
+    loopscope check rec/check --policy text.json
 
     With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing
     of them. A fifth of the documents of --recording is used to select candidates, from cautious to bold; the others run
@@ -176,7 +176,7 @@ def _record_live(options: argparse.Namespace) -> None:
     inputs.find_model(options.model, text=True)
     read_documents(options.files)
     recording = Trajectory.load(options.recording)
-    gates = inputs.load_gates(options.gate, recording)
+    gates = inputs.load_gates(options.fitted, recording)
     what: ExitPolicy | RiskTarget = build(RiskTarget, {"loss": "disagreement", **risk_options}, "record live")
     if options.policy is not None:
         what = inputs.load_policy(options.policy, options.any_model)
@@ -201,7 +201,7 @@ def _record_live(options: argparse.Namespace) -> None:
         return
     title = (
         f"{options.out}: {runs.num_examples:,} next tokens of {documents:,} {runs.split} documents, run with the cache "
-        f"'{options.cache}'; means over tokens (calibrate and evaluate have those over documents)"
+        f"'{options.cache}'; means over tokens (calibrate and check have those over documents)"
     )
     if options.policy is None:
         title += f"; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven"

@@ -5,7 +5,7 @@ loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
 loopscope report runs/mine runs/demo/linear-gate --transfer \\
-    --gate gates/linear --out report
+    --fitted gates/linear --out report
 """
 
 import argparse
@@ -42,7 +42,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
-    option(parser, "--gate DIR", inputs.GATES, action="append")
+    option(parser, "--fitted DIR", inputs.GATES, action="append")
     crossed = "replay the rules of every run on the others, too: does a gate, stopper or threshold of one stop another?"
     option(parser, "--transfer", crossed)
     option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
@@ -69,13 +69,13 @@ def execute(options: argparse.Namespace) -> None:
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = inputs.policies_by_model(options.policy, models, options.any_model)
-    gates = inputs.gates_by_model(options.gate, [source.validation for source in sources])
+    gates = inputs.gates_by_model(options.fitted, [source.validation for source in sources])
     given = zip(sources, policies, gates, strict=True)
     sources = [replace(source, policies=own, gates=fitted) for source, own, fitted in given]
     with watched(options, "analysing") as advance:
         results, details = analyse_models(sources, reference, targets, advance, options.transfer)
     words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
-    words |= {"gate": options.gate, "transfer": options.transfer}
+    words |= {"fitted": options.fitted, "transfer": options.transfer}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
     command = shown_command(["report", *options.runs], words)

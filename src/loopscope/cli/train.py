@@ -46,7 +46,7 @@ def define_pretrain(subparsers: Any) -> None:
 
 
 def _train_task(options: argparse.Namespace) -> None:
-    """Train a looped Transformer, or a model of your own.
+    """Train a looped Transformer, or a custom model.
 
     loopscope train demo --out runs/mine
     loopscope train demo --out runs/gate --set objective.name=learned_gate \\

@@ -149,7 +149,7 @@ def _never_exits(policy: ExitPolicy) -> bool:
     return policy.threshold is not None and (policy.threshold if above else -policy.threshold) >= NEVER
 
 
-def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: Scope) -> None:
+def check_executable(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: Scope) -> None:
     """Rejects a policy of another model or kind of decisions, and one that can only be replayed."""
     tied = policy.model is not None or policy.gate is not None  # else nobody needs the hash, which takes a while
     policy.check(model.weights_sha256 if tied else None, num_loops, here)

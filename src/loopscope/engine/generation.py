@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from loopscope.engine.decoder import CACHE_MODES, Decoder
-from loopscope.engine.exit_decision import Integers, check_answers, check_policy
+from loopscope.engine.exit_decision import Integers, check_answers, check_executable
 from loopscope.engine.requests import check_tokens, require_vocabulary
 from loopscope.engine.sampling import Sampling, draw_tokens
 from loopscope.engine.wavefront import ConfirmedToken, Wavefront
@@ -148,7 +148,7 @@ def stream(
             raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
         own = prompt.policy or usual
         if id(own) not in checked:
-            check_policy(model, own, model.num_loops, here)
+            check_executable(model, own, model.num_loops, here)
             if lossless:
                 check_drafts(own, model.num_loops)
             checked[id(own)] = own

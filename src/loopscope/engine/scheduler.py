@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_decision import Array, ExitDecision, Integers, check_policy, not_finite, to_host
+from loopscope.engine.exit_decision import Array, ExitDecision, Integers, check_executable, not_finite, to_host
 from loopscope.engine.requests import (
     PrefixCache,
     Request,
@@ -78,7 +78,7 @@ def run(
     if min(batch_size, num_loops) < 1:
         raise UserError(f"A batch and its loops are at least 1; got {batch_size} and {num_loops}.")
     state_read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
-    check_policy(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
+    check_executable(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitDecision(model, policy, num_loops, on_device=False), mean, greedy)
     waiting = iter(requests)

@@ -140,10 +140,10 @@ class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.name is UNSET:
             own = all(value is UNSET for value in (self.options, self.source_sha256))
-            require_values((own, "options are of a class of your own; name it: name = 'module:Class'"))
+            require_values((own, "options are for a custom class; name it: name = 'module:Class'"))
             super().__post_init__()
             return
-        wrong = f"there is no model '{self.name}'; name a class of your own as 'module:Class'"
+        wrong = f"there is no model '{self.name}'; name a custom class as 'module:Class'"
         require_values((is_user_name(self.name), wrong))
         usual = plain(TransformerSettings())
         for field in TransformerSettings.__struct_fields__:

@@ -186,7 +186,7 @@ is above or below the threshold (or meets it), and at loop T if there is none.""
 
 
 def _without_its_stopper(now: Array) -> Array:
-    raise UserError("A stopper is run by a policy that carries it; give it with --gate.")
+    raise UserError("A stopper is run by a policy that carries it; give it with --fitted.")
 
 
 _STOPPER = Readout("stopper", "below", "hidden", _without_its_stopper)

@@ -18,7 +18,7 @@ _MISSING = {
     "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden, or give your "
     "own as Trajectory(hidden=...).",
     "correct": NO_LABELS,
-    "fitted": "The recording does not have the signal '{name}'; give the fitted gate with --gate.",
+    "fitted": "The recording does not have the signal '{name}'; give the fitted gate with --fitted.",
     "recorded": "The signal '{name}' only exists recorded, and this recording does not have it.",
 }
 _REPLAYED_ALONE = 4

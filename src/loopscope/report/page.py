@@ -66,7 +66,7 @@ def render(
     everything = list(details)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, promise=tables.guarantee_cell)
+    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, guarantee=tables.guarantee_cell)
     template = environment.from_string(_asset("page.html"))
     content = {
         "results": results,

@@ -280,15 +280,15 @@ def paired_table(results: Results) -> Table:
 
 
 def certified(results: Results) -> Table:
-    """Calibrated policies: what they promise, and how they did on test data."""
+    """Calibrated policies: what they guarantee, and how they did on test data."""
     rows = []
     for model in results.models:
         for each in model.certified:
             rule = each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}")
             held = each.held_out
-            promise, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", NOTHING, NOTHING, NOTHING
+            guarantee, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", *[NOTHING] * 3
             if each.guarantee is not None:
-                promise = guarantee_cell(each.guarantee)
+                guarantee = guarantee_cell(each.guarantee)
                 loops += f" ({each.guarantee.average_loops:.2f} expected)"
             if held.accuracy is not None and held.full_depth_accuracy is not None:
                 accuracy = f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
@@ -296,21 +296,21 @@ def certified(results: Results) -> Table:
                 kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
                 if (risk := held.guarantee.worst) is not None:
                     loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
-            rows.append([model.label, rule, promise, loops, accuracy, loss, kept])
-        rows += [[model.label, "none", f"refused: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
+            rows.append([model.label, rule, guarantee, loops, accuracy, loss, kept])
+        rows += [[model.label, "none", f"rejected: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
     note = (
-        "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
+        "Thresholds that come with a guarantee: with this probability over the draw of the calibration data, exiting "
         "early loses at most so much against full depth (accuracy lost: wrong where full depth is right; disagreement: "
         "another answer). Loops on test data, and as calibration expects them. Accuracy on test data, and at full "
-        "depth. Loss: observed on test data with its 95 % interval; where the promise is for every difficulty, of the "
-        "worst one. "
+        "depth. Loss: observed on test data with its 95 % interval; where the guarantee is for every difficulty, of "
+        "the worst one. "
         "Kept: it is within the limit; not refuted: it is above, but by no more than chance would explain; broken: the "
         "interval lies above."
     )
     title = "Certified policies"
     if any(each.held_out.sequences is not None for model in results.models for each in model.certified):
         title += " (of texts: means over sequences)"
-    columns = ["model", "rule", "promise", "loops", "accuracy", "loss", "promise was"]
+    columns = ["model", "rule", "guarantee", "loops", "accuracy", "loss", "guarantee was"]
     return Table(title, note, columns, rows)
 
 

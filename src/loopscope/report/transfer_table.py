@@ -62,7 +62,7 @@ def _rule(kind: str, found: Sequence[TransferResult]) -> str:
 def _cells(found: Sequence[TransferResult]) -> Iterator[list[str]]:
     """What was found of a rule, and why it could not be replayed where it could not."""
     refused = dict.fromkeys(each.refused for each in found if each.refused)
-    yield from ([f"refused: {sentence}", NOTHING, NOTHING] for sentence in refused)
+    yield from ([f"rejected: {sentence}", NOTHING, NOTHING] for sentence in refused)
     known = [each.selected for each in found if each.selected is not None]
     if not known:
         return

@@ -165,7 +165,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
     known = all(target.readout == AUTO or not needs_labels(target.readout) for target in guarantees)
-    require_values((known, "the oracle needs the labels, so it cannot be promised; choose another readout"))
+    require_values((known, "the oracle needs the labels, so it cannot be guaranteed; choose another readout"))
 
 
 class Study(Settings, frozen=True, kw_only=True):

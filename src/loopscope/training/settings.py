@@ -114,7 +114,7 @@ class Objective(Settings, frozen=True, kw_only=True):
         if self.is_custom and not is_user_name(self.name):
             raise ValueError(
                 f"there is no objective '{self.name}'{did_you_mean(self.name, BUILT_IN)}; choose one of "
-                f"{', '.join(BUILT_IN)}, or name a function of your own as 'module:function'"
+                f"{', '.join(BUILT_IN)}, or name a custom function as 'module:function'"
             )
         for setting, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
             owners = _SETTINGS_OF.get(setting, (kind,))
@@ -144,7 +144,7 @@ class Objective(Settings, frozen=True, kw_only=True):
             yield kept, f"'{self.name}' has a KL to its prior, so no weight of prior may be 0"
         named = self.prior in PRIORS or self.geometric_lambda == _LAMBDA
         yield named, "geometric_lambda needs the prior 'geometric'"
-        yield self.has_custom_prior or self.prior_sha256 is UNSET, "prior_sha256 needs a prior of your own"
+        yield self.has_custom_prior or self.prior_sha256 is UNSET, "prior_sha256 needs a custom prior"
 
     @property
     def has_custom_prior(self) -> bool:

@@ -45,9 +45,9 @@ def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:
     ls.ExitPolicy("fixed", 3, scope=Scope(cache="full")).save(path)
     assert deployed(told).loops == 3  # all exit together, so that the cache is the same in every mode
     ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, unit="tokens", cache="full")).save(path)
-    with pytest.raises(UserError, match="promises nothing"):
+    with pytest.raises(UserError, match="guarantees nothing"):
         deployed(told)
-    policy = deployed({**told, "without_promise": True}).policy
+    policy = deployed({**told, "without_guarantee": True}).policy
     assert policy is not None
     assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
     ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, precision="bfloat16")).save(path)
@@ -64,12 +64,12 @@ def certified(model: str | None = None) -> ls.ExitPolicy:
     return replace(policy, scope=Scope(unit="tokens", cache="propagate", precision="float32", model=model))
 
 
-def test_a_promise_is_not_for_a_cache_of_another_precision(told: dict[str, Any]) -> None:
-    """A rule without a promise is served, whatever the cache."""
+def test_a_guarantee_is_not_for_a_cache_of_another_precision(told: dict[str, Any]) -> None:
+    """A rule without a guarantee is served, whatever the cache."""
     policy = certified(weights_sha256(FOLDER))
     policy.save(Path(told["policy"]))
     assert deployed(told).policy == policy
-    assert deployed({**told, "without_promise": True}, "fp8_e5m2").policy is not None
+    assert deployed({**told, "without_guarantee": True}, "fp8_e5m2").policy is not None
     replace(policy, certificate=None).save(Path(told["policy"]))
     assert deployed(told, "fp8_e5m2").policy is not None
 

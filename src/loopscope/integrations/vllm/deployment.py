@@ -33,7 +33,7 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
     policy: str | None = None  # a file; or by hand:
     readout: str | None = None
     threshold: float | None = None
-    without_promise: bool = False  # a rule that was calibrated for another cache is used without its promise
+    without_guarantee: bool = False  # a rule that was calibrated for another cache is used without its guarantee
     exits_log: str | None = None  # a file to which every token's loops are written
 
     def __post_init__(self) -> None:
@@ -90,9 +90,9 @@ def read_deployment(
         return Deployment(config, looping, loops)
     if policy.guarantee is not None and cache_precision is not None:
         raise UserError(
-            f"The policy's promise is for a cache that holds keys and values as they are computed, and this one holds "
-            f"them in {cache_precision}; leave out --kv-cache-dtype, or use the rule without its promise "
-            '("without_promise": true).'
+            f"The policy's guarantee is for a cache that holds keys and values as they are computed, and this one "
+            f"holds them in {cache_precision}; leave out --kv-cache-dtype, or use the rule without its guarantee "
+            '("without_guarantee": true).'
         )
     tied = policy.model is not None or policy.gate is not None
     weights = with_configuration(weights_sha256(find_checkpoint(checkpoint, revision)), config.sha256) if tied else None
@@ -110,13 +110,14 @@ def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
     if settings.policy is None:
         return None if settings.readout is None else ExitPolicy(settings.readout, settings.threshold)
     policy = ExitPolicy.load(Path(settings.policy))
-    if settings.without_promise:
+    if settings.without_guarantee:
         scope = msgspec.structs.replace(policy.scope, cache=None)
         return replace(policy, certificate=None, scope=scope)
     if policy.fixed_depth is None and policy.scope.cache not in (None, "propagate"):
         raise UserError(
             f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
-            "'propagate', for which it promises nothing; to use its rule all the same, add \"without_promise\": true."
+            "'propagate', for which it guarantees nothing; to use its rule all the same, add "
+            '"without_guarantee": true.'
         )
     return policy
 

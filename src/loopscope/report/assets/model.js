@@ -108,7 +108,7 @@ function choosePlace(place) {
   $("guarantee").textContent = marks
     .map(
       (mark) =>
-        `${mark.guarantee ? `Certified: ${mark.guarantee}` : "Calibrated, without a promise."} On test data${mark.verdict ? ` the promise was ${mark.verdict}` : ""}: ${mark.counted}. The numbers above count all ${model.examples.toLocaleString("en")}.`,
+        `${mark.guarantee ? `Certified: ${mark.guarantee}` : "Calibrated, without a guarantee."} On test data${mark.verdict ? ` the guarantee was ${mark.verdict}` : ""}: ${mark.counted}. The numbers above count all ${model.examples.toLocaleString("en")}.`,
     )
     .join(" ");
   $("closer-made").replaceChildren(

@@ -1,11 +1,4 @@
-"""Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint.
-
-loopscope gate fit runs/mine/recordings/train --out gates/linear
-loopscope gate fit runs/mine/recordings/train --kind induction \\
-    --out gates/price
-# fitted to a recording of that checkpoint
-loopscope gate write gates/ouro runs/ouro --out runs/ouro-refitted
-"""
+"""Fit a gate or a stopper to a frozen trajectory, or insert a gate into a checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +6,7 @@ from typing import Any, get_args
 
 from loopscope.certify.tested_data import counted_in
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_group, add_shared, add_verb, given, option
+from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
 from loopscope.errors import UserError
 from loopscope.files import new_path
@@ -30,9 +23,8 @@ _OF_GATES, _OF_STOPPERS = ("objective", "pairing", "prior", "geometric_lambda", 
 
 
 def define(subparsers: Any) -> None:
-    """Add the arguments of `loopscope gate` to the parser."""
-    kinds = add_group(subparsers, "gate", __doc__)
-    parser = add_verb(kinds, "fit", _fit.__doc__, _fit)
+    """Add the arguments of `loopscope fit` to the parser."""
+    parser = add_verb(subparsers, "fit", execute.__doc__, execute)
     from_where = "a run whose train split is recorded, or a recording that is not of the test split"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
     option(parser, "--out DIR", "folder of the gate or the stopper", type=new_path, required=True)
@@ -47,25 +39,28 @@ def define(subparsers: Any) -> None:
     gains = "gain of a stopper: being right (default), or answering as full depth does, which needs no labels"
     option(parser, "--gain", gains, choices=("correct", "agreement"))
     add_shared(parser, "--seed N", "--json")
-    parser = add_verb(kinds, "write", _write.__doc__, _write)
+
+
+def define_insert(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "insert", _insert.__doc__, _insert)
     option(parser, "gate", "the folder of a fitted gate", type=Path)
     option(parser, "checkpoint", "the folder of the checkpoint", type=Path)
     option(parser, "--out DIR", "folder of the new checkpoint", type=new_path, required=True)
 
 
-def _fit(options: argparse.Namespace) -> None:
+def execute(options: argparse.Namespace) -> None:
     """Fit a gate or a stopper to a recording of the train split.
 
     loopscope record task runs/mine --split train --hidden --examples 20000
-    loopscope gate fit runs/mine --out gates/linear
-    loopscope gate fit runs/mine --kind mlp --objective utility \\
+    loopscope fit runs/mine --out gates/linear
+    loopscope fit runs/mine --kind mlp --objective utility \\
         --out gates/mlp-utility
-    loopscope gate fit runs/mine --kind induction --out gates/price
+    loopscope fit runs/mine --kind induction --out gates/price
     # its splits recorded with --hidden
-    loopscope evaluate runs/mine --gate gates/linear
-    loopscope calibrate runs/mine --gate gates/price --readout stopper:price \\
+    loopscope sweep runs/mine --fitted gates/linear
+    loopscope calibrate runs/mine --fitted gates/price --readout stopper:price \\
         --out policy.json
-    loopscope run runs/mine examples.txt --gate gates/linear
+    loopscope answer runs/mine examples.txt --fitted gates/linear
 
     ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility:
     whether another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are
@@ -101,10 +96,10 @@ def _fit(options: argparse.Namespace) -> None:
     show(summary, options.json, lambda: print_text(f"{options.out}: {sentence}"))
 
 
-def _write(options: argparse.Namespace) -> None:
-    """Write a fitted gate into a copy of a checkpoint.
+def _insert(options: argparse.Namespace) -> None:
+    """Insert a fitted gate into a copy of a checkpoint.
 
-    loopscope gate write gates/ouro runs/ouro --out runs/ouro-refitted
+    loopscope insert gates/ouro runs/ouro --out runs/ouro-refitted
 
     The gate was fitted to a recording of the checkpoint, whose own gate has the same form: Ouro's is linear.
     """

@@ -1,4 +1,4 @@
-"""`loopscope evaluate`: readouts are swept, and a policy's promise is checked on held-out examples."""
+"""`loopscope sweep`: readouts are swept, and a policy's guarantee is checked on held-out examples."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from cli.conftest import Command, crafted, recording_of, run
 def test_readouts_are_swept(recorded: Path, command: Command) -> None:
     recordings = recorded / "recordings"
     summary = command.json("record", "task", recorded, "--split", "test")
-    table = command("evaluate", recordings / "validation", recordings / "test").out
+    table = command("sweep", recordings / "validation", recordings / "test").out
     assert table.startswith("No verdict: ")  # trained for a moment
     assert all(name in table for name in ("fixed", "margin", "hidden_cosine", "oracle"))
     assert "gate" not in table
     assert "oracle: exits at the first right loop, which takes the labels (one point, no D@X)." in table
     cells = next(line.split() for line in table.splitlines() if line.lstrip().startswith("oracle"))
     assert (len(cells), cells[1]) == (5, "-")  # its name, no threshold, its accuracy in percent, and its loops
-    result = command.json("evaluate", recordings / "validation", recordings / "test", "--at", "0.4")
+    result = command.json("sweep", recordings / "validation", recordings / "test", "--at", "0.4")
     fixed = result["readouts"][0]
     assert fixed["readout"] == "fixed"
     assert fixed["accuracy"] == pytest.approx(summary["accuracy"])
@@ -33,37 +33,37 @@ def test_what_does_not_name_its_model_is_noted(tmp_path: Path, command: Command)
         words = ("--max-drop", 0.5, "--confidence", 0.5, "--out", tmp_path / f"{name}.json")
         assert ("does not name its model" in command("calibrate", tmp_path / name, *words).err) == (name == "bare")
     for words, noted in (
-        (("mine", "--policy", tmp_path / "mine.json"), False),
-        (("mine", "--policy", tmp_path / "bare.json"), True),
-        (("mine", "--policy", tmp_path / "bare.json", "--any-model"), False),
-        (("mine", "--readout", "margin"), False),
-        (("bare/validation", tmp_path / "mine/test", "--readout", "margin"), True),
+        (("check", "mine", "--policy", tmp_path / "mine.json"), False),
+        (("check", "mine", "--policy", tmp_path / "bare.json"), True),
+        (("check", "mine", "--policy", tmp_path / "bare.json", "--any-model"), False),
+        (("sweep", "mine", "--readout", "margin"), False),
+        (("sweep", "bare/validation", tmp_path / "mine/test", "--readout", "margin"), True),
     ):
-        said = command("evaluate", tmp_path / words[0], *words[1:], code=None).err
+        said = command(words[0], tmp_path / words[1], *words[2:], code=None).err
         assert ("Not all of these say which model they are of" in said) == noted, words
 
 
 def test_of_few_sequences_the_risk_is_uncertain(texts: Path, command: Command) -> None:
     file = texts / "policy.json"
     command("calibrate", texts / "validation", "--readout", "margin", "--max-drop", 0.2, "--out", file)
-    (risk,) = command.json("evaluate", texts / "test", "--policy", file, code=1)["guarantee"]["risks"]
+    (risk,) = command.json("check", texts / "test", "--policy", file, code=1)["guarantee"]["risks"]
     assert risk["low"] == pytest.approx(0.83, abs=0.01)  # all of 20 are lost: as Clopper-Pearson's
-    out = command("evaluate", texts / "test", "--policy", file, code=1).out
+    out = command("check", texts / "test", "--policy", file, code=1).out
     assert "on 400 held-out tokens of 20 sequences; all means are over sequences; [ ]: 95 % intervals" in out
     assert "Broken: on average over 20 held-out sequences, 100.00 % of the answers are wrong where full depth" in out
-    out = command("evaluate", texts).out
+    out = command("sweep", texts).out
     assert out.startswith("400 test tokens of 20 sequences; means over tokens. D@X: least average loops")
     assert "In D@full-1, X is 99 %, 1 point below full depth on validation data." in out
     out = command("compare", texts, "entropy", "margin").out
     assert out.startswith("Which of the two is better cannot be told from 400 test tokens of 20 sequences; it takes 30")
 
 
-def test_evaluate_takes_two_recordings_or_one_with_a_policy(mine: Path, policy: Path, command: Command) -> None:
+def test_a_sweep_takes_two_recordings_or_one_with_a_policy(mine: Path, policy: Path, command: Command) -> None:
     both = (recording_of(mine, "validation"), recording_of(mine, "test"))
-    assert "or two recordings" in command.refused("evaluate", *[recording_of(mine, "test")] * 3)
-    assert "give one run or recording" in command.refused("evaluate", *both, "--policy", policy)
-    assert "--policy excludes --readout" in command.refused(
-        "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
+    assert "or two recordings" in command.refused("sweep", *[recording_of(mine, "test")] * 3)
+    assert "is more than this takes" in command.refused("check", *both, "--policy", policy)
+    assert "no option --readout" in command.refused(
+        "check", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
     )
 
 
@@ -73,38 +73,36 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Comm
     crafted(False, "test").save(tmp_path / "unlike")
     file = tmp_path / "policy.json"
     command("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file)
-    out = command("evaluate", tmp_path / "like", "--policy", file, "--monitor").out
-    assert "at most 1 % of monitors would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    out = command("monitor", tmp_path / "like", "--policy", file).out
+    assert "at most 1 % of monitors would ever give an alarm, where the guarantee is true (which it is with 95 %" in out
     assert "on examples in random order" in out
     assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
-    out = command(
-        "evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5, code=1
-    ).out
-    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was promised." in out
-    out = command("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--stream", code=1).out
+    out = command("monitor", tmp_path / "unlike", "--policy", file, "--alpha", 0.001, "--audit", 0.5, code=1).out
+    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was guaranteed." in out
+    out = command("monitor", tmp_path / "unlike", "--policy", file, "--stream", code=1).out
     assert "on examples as they arrived" in out
-    assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
-    result = command.json("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", code=1)
+    assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was guaranteed." in out
+    result = command.json("monitor", tmp_path / "unlike", "--policy", file, code=1)
     assert (result["alarm"], result["examples"], result["audited"], result["alpha"]) == (True, 400, 400, 0.01)
     (alarm,) = result["alarms"]
     assert (alarm["test"], alarm["direction"], alarm["observed"]) == ("risk", "higher", 1)
     assert 2 < alarm["example"] < 10
-    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--audit", 0) == 0
+    assert run("monitor", tmp_path / "unlike", "--policy", file, "--audit", 0) == 0
     average = tmp_path / "average.json"
     wanted = ("--max-drop", 0.05, "--readout", "margin", "--in-expectation")
     command("calibrate", tmp_path / "validation", *wanted, "--out", average)
-    out = command("evaluate", tmp_path / "unlike", "--policy", average, "--monitor").out
-    assert "by their exits, which alone are watched: the promise is one on average over calibrations" in out
+    out = command("monitor", tmp_path / "unlike", "--policy", average).out
+    assert "by their exits, which alone are watched: the guarantee is one on average over calibrations" in out
     assert "No alarm in 400 examples (exits alone are watched)" in out
     assert "risk" not in out.split("alarm at", 1)[1]
-    refused = command.refused("evaluate", tmp_path / "unlike", "--policy", average, "--monitor", "--audit", 1)
+    refused = command.refused("monitor", tmp_path / "unlike", "--policy", average, "--audit", 1)
     assert "losses cannot say whether something changed; watch exits alone" in refused
 
 
 def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, command: Command) -> None:
     test = recording_of(mine, "test")
-    assert "--monitor needs --policy" in command.refused("evaluate", test, "--monitor")
-    assert "--audit needs --monitor" in command.refused("evaluate", test, "--policy", policy, "--audit", 0.5)
-    watch = ("evaluate", test, "--monitor", "--policy")
+    assert "Missing: --policy" in command.refused("monitor", test)
+    assert "no option --audit" in command.refused("check", test, "--policy", policy, "--audit", 0.5)
+    watch = ("monitor", test, "--policy")
     assert "--audit: '-1' is not a number from 0 to 1" in command.refused(*watch, policy, "--audit", -1)
-    assert "promises nothing" in command.refused(*watch, policy, "--any-model")
+    assert "guarantees nothing" in command.refused(*watch, policy, "--any-model")

@@ -1,4 +1,4 @@
-"""`loopscope run`: examples in, answers out, and what cannot be run."""
+"""`loopscope answer`: examples in, answers out, and what cannot be run."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def test_a_file_of_examples_is_answered_as_the_recording_says(recorded: Path, tm
     assert test.examples is not None
     file = tmp_path / "examples.txt"
     file.write_text("\n\n".join(test.examples) + "\n", encoding="utf-8")
-    out, err = command("run", recorded, file, "--readout", "entropy", "--batch-size", 16)
+    out, err = command("answer", recorded, file, "--readout", "entropy", "--batch-size", 16)
     answers = lines(out)
     assert [answer["example"] for answer in answers] == list(test.examples)
     assert [answer["line"] for answer in answers] == list(range(1, 2 * len(test.examples), 2))
@@ -42,7 +42,7 @@ def test_from_standard_input_to_a_file(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("+ 1 2\n* 2 + 1 1\n"))
     out = tmp_path / "answers.jsonl"
-    words = ("run", recorded, "-", "--readout", "fixed", "--threshold", 2, "--out", out)
+    words = ("answer", recorded, "-", "--readout", "fixed", "--threshold", 2, "--out", out)
     assert run(*words) == 0
     assert [answer["loop"] for answer in lines(out.read_text())] == [2, 2]
     assert "is there already" in command.refused(*words)
@@ -50,7 +50,7 @@ def test_from_standard_input_to_a_file(
 
 def test_a_policy_that_cannot_run_leaves_no_file(recorded: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
-    words = ("run", recorded, tmp_path / "examples.txt", "--readout", "gate", "--threshold", 0.5)
+    words = ("answer", recorded, tmp_path / "examples.txt", "--readout", "gate", "--threshold", 0.5)
     assert "no gate" in command.refused(*words, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -58,18 +58,18 @@ def test_a_policy_that_cannot_run_leaves_no_file(recorded: Path, tmp_path: Path,
 def test_a_bad_line_is_named_and_what_came_before_is_kept(recorded: Path, tmp_path: Path, command: Command) -> None:
     good = "\n".join(TASK.text(TASK.split("test")))
     (tmp_path / "examples.txt").write_text(f"{good}\n" * 8 + "+ 1\n")
-    out, err = command("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5, code=2)
+    out, err = command("answer", recorded, tmp_path / "examples.txt", "--threshold", 0.5, code=2)
     assert "line 1201: '+ 1' is not an expression" in err
     assert len(lines(out)) == 1200
     (tmp_path / "examples.txt").write_text("+ 1 + 1 + 1 + 1 + 1 1\n")
-    said = command.refused("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5)
+    said = command.refused("answer", recorded, tmp_path / "examples.txt", "--threshold", 0.5)
     assert "line 1: it makes 13 tokens, and the model's block size is 11" in said
 
 
 def test_bytes_that_are_no_text(recorded: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_bytes(b"\xef\xbb\xbf+ 1 0\n\xff\xfe\n")  # a byte-order mark, then rubbish
     out = tmp_path / "answers.jsonl"
-    words = ("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5, "--out", out)
+    words = ("answer", recorded, tmp_path / "examples.txt", "--threshold", 0.5, "--out", out)
     assert "line 2" in command(*words, code=2).err
     assert len(lines(out.read_text())) == 1
 
@@ -78,12 +78,12 @@ def test_a_line_without_end_is_no_example(recorded: Path, command: Command, monk
     """As `cat /dev/zero` makes one: only its beginning is read at a time."""
     with Path("/dev/zero").open(encoding="utf-8") as zeros:
         monkeypatch.setattr("sys.stdin", zeros)
-        assert "line 1: '\\u0000\\u0000" in command("run", recorded, "-", "--threshold", 0.5, code=2).err
+        assert "line 1: '\\u0000\\u0000" in command("answer", recorded, "-", "--threshold", 0.5, code=2).err
 
 
 def test_without_a_recording_a_threshold_is_asked_for(gated_run: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
-    said = command.refused("run", gated_run, tmp_path / "examples.txt")
+    said = command.refused("answer", gated_run, tmp_path / "examples.txt")
     assert f"loopscope record task {gated_run} --split validation" in said
 
 
@@ -100,20 +100,20 @@ def test_a_run_answers_deeper_than_it_was_trained_as_its_recording_says(
     assert test.examples is not None
     (file := tmp_path / "examples.txt").write_text("\n".join(test.examples), encoding="utf-8")
     policy = choose("hidden_change", validation)
-    out, err = command("run", run, file, "--readout", "hidden_change", "--loops", 5)
+    out, err = command("answer", run, file, "--readout", "hidden_change", "--loops", 5)
     assert [answer["loop"] for answer in lines(out)] == policy.exit_loops(test).tolist()
     assert f"hidden_change at {policy.threshold:.6g}" in err
     assert "No verdict: at loop " in command("diagnose", run / "recordings" / "5-loops").out  # of a model at chance
-    promised = ("calibrate", run / "recordings" / "5-loops" / "validation", "--max-drop", 0.9, "--readout", "margin")
-    command(*promised, "--out", tmp_path / "policy.json")
-    given = ("run", run, file, "--policy", tmp_path / "policy.json")
+    guaranteed = ("calibrate", run / "recordings" / "5-loops" / "validation", "--max-drop", 0.9, "--readout", "margin")
+    command(*guaranteed, "--out", tmp_path / "policy.json")
+    given = ("answer", run, file, "--policy", tmp_path / "policy.json")
     assert "calibrated for 5 loops, and here full depth is 3" in command.refused(*given)
     assert len(lines(command(*given, "--loops", 5).out)) == len(test.examples)
     for words, said in (
         (("--loops", 4), "recordings/4-loops (did you mean "),
         (("--readout", "fixed", "--threshold", 4), "A fixed depth of 4 is beyond the 3 loops here"),
     ):
-        assert said in command.refused("run", run, file, *words)
+        assert said in command.refused("answer", run, file, *words)
     shutil.rmtree(run / "recordings" / "validation")
     shutil.move(run / "recordings" / "5-loops" / "validation", run / "recordings" / "validation")
-    assert "has 5 loops, and here 3 are run; give --loops 5, or a threshold" in command.refused("run", run, file)
+    assert "has 5 loops, and here 3 are run; give --loops 5, or a threshold" in command.refused("answer", run, file)

@@ -1,13 +1,13 @@
 """Answer a file of examples with adaptive depth.
 
-loopscope run runs/demo/fixed-geometric examples.txt --readout margin
-echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - \\
+loopscope answer runs/demo/fixed-geometric examples.txt --readout margin
+echo "+ 1 * 0 1" | loopscope answer runs/demo/fixed-geometric - \\
     --readout margin --threshold 4
-loopscope run runs/mine examples.txt --readout fixed --threshold 4 \\
+loopscope answer runs/mine examples.txt --readout fixed --threshold 4 \\
     --out answers.jsonl
-loopscope run runs/mine examples.txt --gate gates/linear
+loopscope answer runs/mine examples.txt --fitted gates/linear
 # as `loopscope calibrate` wrote it
-loopscope run runs/mine examples.txt --policy policy.json
+loopscope answer runs/mine examples.txt --policy policy.json
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.
@@ -48,14 +48,14 @@ _MAX_LINE = 1 << 16
 
 
 def define(subparsers: Any) -> None:
-    """Add the arguments of `loopscope run` to the parser."""
-    parser = add_verb(subparsers, "run", __doc__, execute)
+    """Add the arguments of `loopscope answer` to the parser."""
+    parser = add_verb(subparsers, "answer", __doc__, execute)
     add_shared(parser, "run")
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
     names = f"the exit rule: {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name, default="margin")
-    option(rule, "--gate DIR", "folder of a fitted gate or stopper, as the exit rule")
+    option(rule, "--fitted DIR", "folder of a fitted gate or stopper, as the exit rule")
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
@@ -76,7 +76,7 @@ def _examples_file(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope run` was asked."""
+    """Do what `loopscope answer` was asked."""
     settings = inputs.finished_run(options.run, options.with_model)
     task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
@@ -146,9 +146,9 @@ def _policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
     if options.policy is not None:
         return inputs.load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
-    if options.gate is not None:
-        gate = load_fitted(options.gate)
-        readout = gate.prefix + options.gate.absolute().name
+    if options.fitted is not None:
+        gate = load_fitted(options.fitted)
+        readout = gate.prefix + options.fitted.absolute().name
     if options.threshold is not None:
         return inputs.policy_by_hand(readout, options.threshold, gate)
     place = options.run if options.loops == trained else recordings_at(options.run, options.loops, trained)
@@ -160,7 +160,7 @@ def _policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
         )
     if gate is not None:
         gate.check_calibration(validation)
-        validation = attach(validation, {options.gate.absolute().name: gate})
+        validation = attach(validation, {options.fitted.absolute().name: gate})
     return replace(choose(readout, validation), gate=gate)
 
 
