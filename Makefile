@@ -71,7 +71,7 @@ browser: $(DEV)  ## install a Chromium for the tests of the page; asks the syste
 docs: $(DOCS)  ## the site of these docs, into site/: strict, searchable, readable without a server
 	$(BIN)/python scripts/site.py
 
-results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/results; hours, or what is finished
+results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/evidence; hours, or what is finished
 	@scripts/results
 
 check: $(DEV)  ## linter, formatter, type checker, import layers

@@ -1,9 +1,11 @@
 """How do docs/ and the README become a site? They are laid out in build/docs, and Zensical builds site/ from there.
 
 What lies outside docs/ becomes a page too, or a link to the repository; the tutorial is executed, and shown with what
-it printed. A broken link is an error. The site needs no server: open site/index.html, search included.
+it printed; tables that a study wrote are kept packed (`.md.xz`) and become pages. A broken link is an error. The site
+needs no server: open site/index.html, search included.
 """
 
+import lzma
 import re
 import shutil
 import subprocess
@@ -36,7 +38,9 @@ def main() -> int:
 def lay_out() -> None:
     """Writes build/docs."""
     shutil.rmtree(LAID_OUT, ignore_errors=True)
-    shutil.copytree(DOCS, LAID_OUT, ignore=shutil.ignore_patterns("*.ipynb", "report.html", "results.json"))
+    shutil.copytree(DOCS, LAID_OUT, ignore=shutil.ignore_patterns("*.ipynb", "*.md.xz", "report.html", "results.json"))
+    for packed in DOCS.rglob("*.md.xz"):
+        (LAID_OUT / packed.relative_to(DOCS).with_suffix("")).write_bytes(lzma.decompress(packed.read_bytes()))
     for page in DOCS.rglob("*.md"):
         text = with_links(page.read_text(encoding="utf-8"), page.parent)
         (LAID_OUT / page.relative_to(DOCS)).write_text(text, encoding="utf-8")
@@ -63,6 +67,8 @@ def with_links(markdown: str, folder: Path) -> str:
         where = (target / "README.md" if target.is_dir() else target).relative_to(DOCS)
         if where.suffix == ".ipynb":
             where = where.with_suffix(".md")
+        if where.name.endswith(".md.xz"):
+            where = where.with_suffix("")
         up = [".."] * (0 if folder == ROOT else len(folder.relative_to(DOCS).parts))
         return f"{found[1]}{Path(*up, where).as_posix()}{found[3] or ''}{found[4]}"
 

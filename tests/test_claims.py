@@ -11,7 +11,7 @@ import pytest
 from loopscope.paper.published import published
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "docs" / "evidence" / "claims.md"
+PAGE = ROOT / "docs" / "evidence" / "claims.md"
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,20 @@ VERDICTS = [
 def test_a_corrected_verdict_has_its_numbers(printed: dict[str, str], section: str, found: str, said: str) -> None:
     (text,) = [text for name, text in printed.items() if name.startswith(section)]
     assert found in text
-    assert said in " ".join(README.read_text(encoding="utf-8").split())
+    assert said in " ".join(PAGE.read_text(encoding="utf-8").split())
+
+
+def test_every_mean_over_seeds_in_the_docs_is_printed(printed: dict[str, str]) -> None:
+    means = set(re.findall(r"\d+\.\d+ ± \d+\.\d+", PAGE.read_text(encoding="utf-8")))
+    assert len(means) > 50
+    text = "\n".join(printed.values())
+    assert [mean for mean in means if mean not in text] == []
 
 
 def test_the_docs_count_the_places_where_the_paper_disagrees_with_itself() -> None:
     """Without those that LoopScope's own results show, too."""
     kinds = Counter(found.kind for found in published().inconsistencies)
     counted = f"{kinds['contradiction']} contradictions, {kinds['tension']} tensions, {kinds['unstated']} things"
-    assert f"lists {kinds.total()} places ({counted}" in " ".join(README.read_text(encoding="utf-8").split())
+    assert f"lists {kinds.total()} places ({counted}" in " ".join(PAGE.read_text(encoding="utf-8").split())
     listed = {found.key for found in published().inconsistencies}
     assert not listed & {"three_readouts_alike", "same_depth_for_95_and_98", "seeds_behind_fixed_depth"}

@@ -22,7 +22,8 @@ def test_every_page_is_in_the_navigation() -> None:
         for kind in ("md", "ipynb")
         for path in docs.rglob(f"*.{kind}")
     }
-    assert pages | {"index", "contributing", "changelog"} == listed
+    packed = {path.relative_to(docs).as_posix().removesuffix(".md.xz") for path in docs.rglob("*.md.xz")}
+    assert pages | packed | {"index", "contributing", "changelog"} == listed
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -57,4 +58,5 @@ def test_the_site_is_built_strictly() -> None:
     assert "With probability 95 %" in (site / "start" / "tutorial.html").read_text(encoding="utf-8")
     assert "ls.diagnose" in (site / "index.html").read_text(encoding="utf-8")
     assert 'id="loopscope.trajectory.Trajectory"' in (site / "reference" / "python.html").read_text(encoding="utf-8")
+    assert "Paired comparisons" in (site / "evidence" / "tables.html").read_text(encoding="utf-8")
     assert (site / "search.js").stat().st_size > 100_000  # what a search without a server reads

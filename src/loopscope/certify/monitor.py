@@ -7,7 +7,7 @@ unless its caller says that it is a stream.
 Exits: the rank of every exit among those of the calibration data and of the stream before it, with ties broken by lot,
 is uniform and independent of earlier ranks as long as the stream is like the calibration data, however few these are;
 that is why bets may depend on earlier ranks alone. It would be exact if the threshold came from other data, which it
-does not; what that costs is measured (`benchmarks/drift.py`, docs/decisions.md).
+does not; what that costs is measured (`benchmarks/drift.py`, docs/explanation/guarantees.md).
 Risk: the losses of units that were audited (labelled, or run at full depth) are at most the guaranteed risk on average,
 where the guarantee is true, which it is with the policy's confidence. A guarantee on average over calibrations says
 nothing of this one: there exits alone are watched.
