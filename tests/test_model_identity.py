@@ -11,10 +11,10 @@ from conftest import random_trajectory
 from tiny_language import write_decoder
 
 import loopscope as ls
+from loopscope.leaks import check_same_model
 from loopscope.model_identity import same_model, weights_of, with_configuration
 from loopscope.models.checkpoint import stored_sha256, weights_sha256
 from loopscope.recording.recording_folder import existing_artifact
-from loopscope.splits import check_same_model
 from loopscope.trajectory import RECORDING, RECORDING_FILES, concatenate
 
 TINY = Path(__file__).parent / "golden" / "ouro-tiny"

@@ -11,8 +11,8 @@ import pytest
 import loopscope as ls
 from loopscope.analysis.held_out import check_policy
 from loopscope.errors import UserError
+from loopscope.leaks import check_calibration
 from loopscope.row_overlap import RowKeys, sequence_keys, text_keys
-from loopscope.splits import check_calibration
 from loopscope.tasks import Mano, Parity, Task
 from loopscope.trajectory import concatenate
 from tests.conftest import random_trajectory

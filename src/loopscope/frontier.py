@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.errors import UserError, check_known
+from loopscope.leaks import check_calibration
 from loopscope.policy import NEVER, ORACLE_THRESHOLD, ExitPolicy, chosen_scope
 from loopscope.readouts.readout import has_threshold, required_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import is_gate
 from loopscope.scope import ANYTHING, Scope
-from loopscope.splits import check_calibration
 from loopscope.threshold_grids import eagerness, fine_grid, grid as paper_grid, in_a_gap
 from loopscope.trajectory import Trajectory
 

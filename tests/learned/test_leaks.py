@@ -10,8 +10,8 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from loopscope.analysis.held_out import check_policy
+from loopscope.leaks import FITTED_ON
 from loopscope.learned.stopper_fitting import fit_out_of_bag, why_not_learned
-from loopscope.splits import FITTED_ON
 from loopscope.trajectory import concatenate
 
 ROWS = 1_000

@@ -31,8 +31,8 @@ from loopscope.analysis.targets import (
 from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
+from loopscope.leaks import check_calibration
 from loopscope.readouts.signals import own_name
-from loopscope.splits import check_calibration
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"

@@ -27,13 +27,13 @@ from loopscope.analysis.bootstrap import (
 from loopscope.analysis.targets import Target, TargetLevel, chance, target_level
 from loopscope.errors import UserError
 from loopscope.frontier import curve, replay
+from loopscope.leaks import check_calibration
 from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
 from loopscope.readouts.replay import gate_readout, has_signal
 from loopscope.readouts.signals import STOPPER, Signal, is_gate, own_gate
-from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 

@@ -19,6 +19,7 @@ from loopscope.analysis.gaps import Gap, Subject, Way, gap_between
 from loopscope.analysis.targets import Target, as_target, target_level
 from loopscope.errors import UserError
 from loopscope.frontier import curve, swept_thresholds
+from loopscope.leaks import check_apart, check_attached, check_split
 from loopscope.learned.attach import Fitted, attach, by_readout
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
@@ -26,7 +27,6 @@ from loopscope.policy import NEVER, ExitPolicy, chosen_scope
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import required_readout
 from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, is_gate, own_name
-from loopscope.splits import check_apart, check_attached, check_split
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 

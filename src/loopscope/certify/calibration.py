@@ -44,6 +44,7 @@ from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_t
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.frontier import Curve
+from loopscope.leaks import check_attached, check_same_model, check_split, num_shared
 from loopscope.learned.attach import Fitted, attach, by_readout
 from loopscope.policy import (
     Bound,
@@ -56,7 +57,6 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.splits import check_attached, check_same_model, check_split, num_shared
 from loopscope.threshold_grids import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 

@@ -21,10 +21,10 @@ from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof, walk_live_runs, walk_thresholds
 from loopscope.errors import UserError
+from loopscope.leaks import check_split
 from loopscope.learned.attach import Fitted, attach, by_readout
 from loopscope.policy import DataSummary, ExitPolicy, chosen_scope
 from loopscope.scope import CacheMode, scope_of
-from loopscope.splits import check_split
 from loopscope.trajectory import Trajectory
 
 CANDIDATES = 12

@@ -171,6 +171,7 @@ def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:
 
 
 def summarise_data(trajectory: Trajectory) -> DataSummary:
+    """What a certificate keeps of the data that were tested, or that proposed its thresholds."""
     return DataSummary(
         sha256=trajectory.sha256,
         split=trajectory.split,

@@ -16,10 +16,10 @@ from loopscope.certify.live_runs import LIVE, LiveRuns, Recorded
 from loopscope.certify.losses import drawn_for, population, unit_count
 from loopscope.config import read_json
 from loopscope.errors import UserError, reject
+from loopscope.leaks import check_apart
 from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy, Guarantee, Loss
 from loopscope.scope import Scope, Unit, counted, scope_of
-from loopscope.splits import check_apart
 from loopscope.trajectory import Trajectory, required
 
 Array = NDArray[Any]

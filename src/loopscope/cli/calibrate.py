@@ -33,10 +33,10 @@ from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.files import new_path
+from loopscope.leaks import check_split
 from loopscope.policy import BOUNDS, ExitPolicy, Loss, Method
 from loopscope.recording_paths import find_recording
 from loopscope.scope import CacheMode
-from loopscope.splits import check_split
 from loopscope.trajectory import Trajectory
 
 

@@ -10,12 +10,12 @@ from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
 from loopscope.errors import UserError
 from loopscope.files import new_path
+from loopscope.leaks import check_gate_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.learned.stopper import StopperKind
 from loopscope.learned.stopper_fitting import fit_stopper
 from loopscope.progress import track
 from loopscope.recording_paths import find_recording
-from loopscope.splits import check_gate_data
 from loopscope.trajectory import Trajectory
 
 _GATES, _STOPPERS = ("linear", "mlp"), get_args(StopperKind)

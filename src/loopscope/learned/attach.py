@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from loopscope.artifacts import read_manifest, read_whole
+from loopscope.leaks import FITTED_ON
 from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, FittedGate
 from loopscope.learned.stopper import STOPPER_KINDS, Stopper
 from loopscope.readouts.signals import Signal
-from loopscope.splits import FITTED_ON
 from loopscope.trajectory import Trajectory
 
 Fitted: TypeAlias = FittedGate | Stopper

@@ -17,9 +17,9 @@ from scipy.special import ndtr
 
 from loopscope.artifacts import load_artifact, save_artifact
 from loopscope.errors import UserError
+from loopscope.leaks import OfSplit, check_other_data
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import FITTED_GATE, Signal, exit_cdf
-from loopscope.splits import OfSplit, check_other_data
 from loopscope.trajectory import Trajectory
 from loopscope.trajectory_checks import as_array
 

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from loopscope.artifacts import load_artifact, save_artifact
 from loopscope.config import Settings, plain
 from loopscope.errors import UserError
+from loopscope.leaks import OfSplit, check_other_data
 from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, GATE_WEIGHTS, check_host
 from loopscope.readouts.readout import Readout, find_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import STOPPER, Array, Signal, State
-from loopscope.splits import OfSplit, check_other_data
 from loopscope.trajectory import Trajectory
 from loopscope.trajectory_checks import as_array
 

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from loopscope.config import Count, Seed, Settings, build, plain
 from loopscope.errors import UserError
+from loopscope.leaks import check_split, fitting_data
 from loopscope.learned.stopper import Stopper, StopperKind, bins_of, price_index, readable
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.replay import has_signal, signal
 from loopscope.readouts.signals import OWN_GATES, Array, Signal
-from loopscope.splits import check_split, fitting_data
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 

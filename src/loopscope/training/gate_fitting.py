@@ -21,12 +21,12 @@ from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.files import BESIDE
+from loopscope.leaks import check_gate_data, fitting_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
 from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
-from loopscope.splits import check_gate_data, fitting_data
 from loopscope.tasks import Draws
 from loopscope.training.objectives import objective_loss
 from loopscope.training.settings import GATED, PRIORS, WITH_PRIOR, DepthPrior, Objective, Probability

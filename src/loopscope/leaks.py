@@ -1,4 +1,4 @@
-"""Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
+"""Does evaluation data leak into what is chosen, fitted or calibrated? Shared rows and fitted signals are rejected."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
