@@ -30,7 +30,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--out DIR", "folder of the gate or the stopper", type=new_path, required=True)
     option(parser, "--kind", "what to fit", choices=(*_GATES, *_STOPPERS), default="linear")
     option(parser, "--objective", "what a gate is fitted to (default: ponder)", choices=("ponder", "utility"))
-    pairings = "step that utility judges, as docs/explanation/gates.md says (default: next)"
+    pairings = "step that utility judges, as docs/explanation/exits.md says (default: next)"
     option(parser, "--pairing", pairings, choices=("next", "ouro"))
     option(parser, "--prior", "prior over exits of ponder (default: the model's)", choices=("uniform", "geometric"))
     option(parser, "--lambda X", "lambda of a geometric prior", dest="geometric_lambda")
