@@ -56,11 +56,9 @@ def test_generated_pages_are_current() -> None:
         assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == text, name
 
 
-@pytest.mark.parametrize(
-    "kind", {kind for _, tables in SETTINGS.values() for _, kind in tables}, ids=lambda it: it.__name__
-)
-def test_every_setting_has_a_meaning(kind: type[msgspec.Struct]) -> None:
-    assert set(kind.__struct_fields__) == meanings(kind).keys() & set(kind.__struct_fields__)
+def test_every_setting_has_a_meaning() -> None:
+    for kind in (kind for _, tables in SETTINGS.values() for _, kind in tables):
+        assert set(kind.__struct_fields__) <= meanings(kind).keys(), kind
 
 
 def test_every_file_is_described() -> None:
