@@ -140,9 +140,8 @@ def _verb(path: str, verb: argparse.ArgumentParser) -> list[str]:
 
 
 def _names(action: argparse.Action) -> str:
-    choices = "\\|".join(map(str, action.choices)) if action.choices else ""
-    metavar = action.metavar if isinstance(action.metavar, str) else choices or action.dest
-    value = metavar.replace("|", "\\|").replace("\\\\", "\\")
+    choices = " or ".join(map(str, action.choices)) if action.choices else ""
+    value = (action.metavar if isinstance(action.metavar, str) else choices or action.dest).replace("|", " or ")
     if not action.option_strings:
         return f"`{value} ...`" if action.nargs == "+" else f"`[{value}]`" if action.nargs == "?" else f"`{value}`"
     taken = "" if action.nargs == 0 else f" {value}{' ...' if action.nargs == '+' else ''}"

@@ -64,7 +64,8 @@ def sections(text: str) -> dict[str, str]:
 def parameters(function: Any) -> set[str]:
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     taken = inspect.signature(function).parameters.items()
-    return {stars.get(each.kind, "") + name for name, each in taken} - {"self", "cls"}
+    names = {stars.get(each.kind, "") + name for name, each in taken} - {"self", "cls"}
+    return names if names != {"*args", "**kwargs"} else set()  # those of torch.nn.Module
 
 
 def described(section: str) -> set[str]:
