@@ -69,6 +69,7 @@ browser: $(DEV)  ## install a Chromium for the tests of the page; asks the syste
 	@scripts/browser
 
 docs: $(DOCS)  ## the site of these docs, into site/: strict, searchable, readable without a server
+	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/site.py
 
 results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/evidence; hours, or what is finished

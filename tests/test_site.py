@@ -5,10 +5,23 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import loopscope as ls
+from loopscope.analysis.schema import RESULTS_SCHEMA
+from loopscope.artifacts import MANIFEST
+from loopscope.certify.live_runs import LIVE, LIVE_FILES, LIVE_SCHEMA
+from loopscope.certify.monitor import MonitorFile
+from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, GATE_WEIGHTS
+from loopscope.models.checkpoint_folder import CONFIG, HASHES, INDEX, WEIGHTS
+from loopscope.policy import POLICY_SCHEMA, PolicyFile
+from loopscope.report.write import PAGE, RESULTS, TABLES
+from loopscope.scope import Scope
+from loopscope.training.run_folder import DATA_FILE, METRICS_FILE, STATE_FILE
+from loopscope.trajectory import RECORDING, RECORDING_FILES, RECORDING_SCHEMA
+from scripts.reference import SETTINGS, meanings, pages
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +48,32 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert find_spec(module) is not None, path
         assert hasattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name), path
     assert sorted(path.rpartition(".")[2] for path in found) == ls.__all__
+
+
+def test_generated_pages_are_current() -> None:
+    """`make docs` writes them, or: python scripts/reference.py"""
+    for name, text in pages().items():
+        assert (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8") == text, name
+
+
+def test_every_setting_has_a_meaning() -> None:
+    for kind in (kind for _, tables in SETTINGS.values() for _, kind in tables):
+        assert set(kind.__struct_fields__) <= meanings(kind).keys(), kind
+
+
+def test_every_file_is_described() -> None:
+    page = (ROOT / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+    files = (*RECORDING_FILES, *LIVE_FILES, GATE_WEIGHTS, MANIFEST, CONFIG, WEIGHTS, INDEX, HASHES)
+    for name in (*files, STATE_FILE, METRICS_FILE, DATA_FILE, RESULTS, TABLES, PAGE):
+        assert f"`{name}`" in page, name
+    for words in (
+        f"`{RECORDING}` {RECORDING_SCHEMA}, `{LIVE}` {LIVE_SCHEMA} or `{GATE}` {GATE_SCHEMA}",
+        f"one JSON file, schema {POLICY_SCHEMA}.",
+        f"one JSON file, schema {get_args(get_type_hints(MonitorFile)['schema_version'])[0]},",
+        f"`results.json` (schema {RESULTS_SCHEMA})",
+        *(f"`{name}`" for name in (*PolicyFile.__struct_fields__, *Scope.__struct_fields__)),
+    ):
+        assert words in page, words
 
 
 @pytest.mark.filterwarnings("ignore")  # of the kernel's libraries; in its own process nothing is an error

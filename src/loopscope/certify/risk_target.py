@@ -35,18 +35,42 @@ class RiskOptions(TypedDict, total=False):
 
 
 class RiskTarget(Settings, frozen=True, kw_only=True):
-    """Exiting early with `readout` loses at most `max_drop` against full depth."""
+    """State a guarantee: exiting early with `readout` loses at most `max_drop` against full depth.
+
+    Parameters
+    ----------
+    max_drop
+        The largest risk that is allowed.
+    confidence
+        The probability with which it holds, over the draw of the calibration data.
+    in_expectation
+        Whether it holds on average over calibration draws, in place of a confidence.
+    loss
+        "gap" counts answers that are wrong while full depth is right; "disagreement" those that differ from full depth.
+    readout
+        The readout's name; "auto" chooses the one with the fewest loops.
+    per_difficulty
+        Whether it holds at every difficulty.
+    unseen
+        Whether it is for inputs that training did not have.
+    distinct
+        Whether every input counts once, because its copies are not drawn on their own.
+    new_inputs
+        Whether it is for inputs that the calibration data do not hold; only inputs that occur once count.
+    method
+        "walk", or "tolerance": for a named readout, without setting data aside.
+    """
 
     max_drop: Annotated[float, msgspec.Meta(ge=1e-6, lt=1)] = 0.01
-    confidence: Share = 0.95  # the probability of that, over the draw of the calibration data
-    in_expectation: bool = False  # on average over calibration draws, in place of a confidence
+    confidence: Share = 0.95
+    in_expectation: bool = False
     loss: Loss = "gap"
     readout: str = AUTO
-    per_difficulty: bool = False  # at every difficulty
-    unseen: bool = False  # for inputs that training did not have
-    distinct: bool = False  # every input counts once: its copies are no draws of their own
-    new_inputs: bool = False  # for inputs that the calibration data do not hold: those count that occur once
-    method: Method = "walk"  # tolerance: for a named readout, no part of the data is set aside
+    per_difficulty: bool = False
+    unseen: bool = False
+    distinct: bool = False
+    new_inputs: bool = False
+    method: Method = "walk"
 
     def __post_init__(self) -> None:
         if self.method == "tolerance" and self.readout == AUTO:

@@ -40,6 +40,7 @@ from loopscope.policy import ExitPolicy
 from loopscope.scope import Scope, StateRead
 from loopscope.threshold_grids import is_whole
 from loopscope.trajectory import Trajectory
+from loopscope.trajectory_checks import as_token_row
 
 _CLOSE = 1e-5
 """How near (relative) a signal comes to the threshold where rounding may decide."""
@@ -135,7 +136,7 @@ def run(
     check_executable(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitDecision(model, policy, num_loops, on_device=False), mean, greedy)
-    waiting = (each if isinstance(each, Request) else Request(key, (each,)) for key, each in enumerate(inputs))
+    waiting = _requests(inputs)
     held: Request | None = None  # did not fit any more
     invalid: UserError | None = None
     while True:
@@ -154,6 +155,12 @@ def run(
             break
     if (failure := batch.failure or invalid) is not None:
         raise failure
+
+
+def _requests(inputs: Iterable[Request | ArrayLike]) -> Iterator[Request]:
+    """Requests as they are; a row of tokens becomes one, whose key is its place."""
+    for place, given in enumerate(inputs):
+        yield given if isinstance(given, Request) else Request(place, [as_token_row(given, "A row of tokens")])
 
 
 def _fitting(

@@ -38,10 +38,26 @@ MAX_EXAMPLES = 1 << 15
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
+    """Set how a stopper is fitted to a recording.
+
+    Parameters
+    ----------
+    kind
+        "induction" or "classifier".
+    gain
+        What a loop can gain: "correct" answers, or "agreement" with full depth, which needs no labels.
+    trees
+        Trees of a loop.
+    leaf
+        The smallest number of examples in a leaf (default: one in two hundred, and at least 10).
+    seed
+        The seed.
+    """
+
     kind: StopperKind = "induction"
-    gain: Literal["correct", "agreement"] = "correct"  # being right, or answering as full depth does, without labels
-    trees: Annotated[int, msgspec.Meta(ge=32, le=1000)] = 48  # so many that each example is left out by some
-    leaf: Count | None = None  # examples that a leaf has at least; None: one in two hundred, and at least 10
+    gain: Literal["correct", "agreement"] = "correct"
+    trees: Annotated[int, msgspec.Meta(ge=32, le=1000)] = 48
+    leaf: Count | None = None
     seed: Seed = 0
 
 

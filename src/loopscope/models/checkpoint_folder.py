@@ -98,19 +98,45 @@ def require_values(*rules: tuple[object, str]) -> None:
 
 
 class TransformerSettings(Settings, frozen=True, kw_only=True):
-    """Defaults are the paper's."""
+    """Describe LoopScope's looped Transformer; defaults are the paper's.
+
+    Parameters
+    ----------
+    layers
+        Layers of the block that is looped.
+    heads
+        Attention heads.
+    width
+        Width of the state.
+    loops
+        Loops at full depth.
+    block_size
+        The longest row in tokens (default: as the task needs).
+    bias
+        Whether linear layers have a bias.
+    gate
+        The exit gate: "none", "linear" or "mlp".
+    positions
+        How attention knows positions: rotated queries and keys, or learned vectors.
+    injection
+        Whether every loop reads the embedding again: h_t = block(h_{t-1} + e), from h_0 = 0 (default: no).
+    norm
+        "pre": before attention and MLP (default). "post": after the residual sums.
+    loop_norm
+        Whether the next loop starts from the final norm of this one's state, as in Ouro (default: no).
+    """
 
     layers: Layers = 4
     heads: Width = 4
     width: Width = 512
     loops: Loops = 6
-    block_size: Positions | None = None  # None: as many positions as the task needs
+    block_size: Positions | None = None
     bias: bool = True
     gate: GateKind = "none"
     positions: Literal["rotary", "learned"] = "rotary"
-    injection: bool | UnsetType = UNSET  # every loop reads the embedding again: h_t = block(h_{t-1} + e), from h_0 = 0
-    norm: Literal["pre", "post"] | UnsetType = UNSET  # before attention and MLP (default), or after the residual sums
-    loop_norm: bool | UnsetType = UNSET  # the next loop starts from the final norm of this one's state, as in Ouro
+    injection: bool | UnsetType = UNSET
+    norm: Literal["pre", "post"] | UnsetType = UNSET
+    loop_norm: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         even = self.positions == "learned" or self.width // self.heads % 2 == 0
@@ -133,14 +159,23 @@ _OF_ANY_MODEL = ("loops", "block_size", "gate")
 
 
 class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
-    """What a run trains: LoopScope's looped Transformer, or a class of the user's.
+    """Describe the model that a run trains: LoopScope's looped Transformer, or a custom class.
 
     A class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments, and `gate` if there is one.
+
+    Parameters
+    ----------
+    name
+        The custom class, as module:Class (default: LoopScope's looped Transformer).
+    options
+        Keyword arguments of the custom class.
+    source_sha256
+        The hash of the class's module; LoopScope fills it in when the run begins.
     """
 
-    name: str | UnsetType = UNSET  # module:Class
-    options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the class
-    source_sha256: str | UnsetType = UNSET  # of the class's module, as it was when the run began
+    name: str | UnsetType = UNSET
+    options: dict[str, Option] | UnsetType = UNSET
+    source_sha256: str | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.name is UNSET:

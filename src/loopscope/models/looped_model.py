@@ -110,11 +110,6 @@ class LoopedModel(nn.Module):
 
     Shapes: B rows, M tokens of the longest row, S states of all tokens, T loops, D width, V vocabulary.
 
-    Parameters
-    ----------
-    *args, **kwargs
-        As in `torch.nn.Module`.
-
     Examples
     --------
     >>> said = model.loops(torch.tensor([[1, 2, 3]]))
@@ -667,11 +662,6 @@ class SimpleLoopedModel(LoopedModel):
 
     A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`; with a
     gate also `halt`.
-
-    Parameters
-    ----------
-    *args, **kwargs
-        As in `torch.nn.Module`.
 
     Examples
     --------

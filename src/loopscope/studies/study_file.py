@@ -64,24 +64,49 @@ _Combination = tuple[str, GateKind, Prior | None, float | None, Channels | None,
 
 
 class RunGrid(Settings, frozen=True, kw_only=True):
-    """Training runs: every combination of the lists. A gate is trained jointly; without one a run has a fixed prior.
+    """List training runs: every combination of the lists.
 
-    `gate_weight` and `gate_gradient` say how far a gate shapes the trunk: 1 and 1 is joint training, 0 and 0 a
-    decoupled gate. `objective` lists other objectives: built-in ones (`act` has no prior), or functions of one's own
-    (module:function), which have neither prior nor beta.
+    A gate is trained jointly; without a gate a run has a fixed prior. Weight and gradient 1 are joint training, 0 are a
+    decoupled gate.
+
+    Parameters
+    ----------
+    objective
+        Objectives that gate and prior do not decide: built-in ones, or custom functions as module:function. Custom ones
+        have neither prior nor beta.
+    gate
+        Gates: "none", "linear", "mlp".
+    prior
+        Priors: the lambda of a geometric one, "uniform", "final", module:function, or a list of weights.
+    beta
+        Weights of the KL, of runs with a gate; for `act` prices of a loop.
+    gate_weight
+        Shares of the trunk's loss weights that are the gate's, of runs with a gate.
+    gate_gradient
+        Shares of the gate's gradient that reach the trunk, of runs with a gate.
+    seed
+        Seeds.
+    set
+        Changes of settings as a.b=c, after those of the part.
+    fit
+        Whether the part's gates are fitted to these trajectories.
+    extrapolate
+        Whether examples harder than those of training are recorded, too.
+    name
+        The name of a single run (default: made from its settings).
     """
 
     objective: tuple[str, ...] = ()
     gate: Some[GateKind] = ("none",)
     prior: Some[Prior] = _PRIORS
-    beta: Some[NonNegative] = _BETAS  # of runs with a gate; of `act` what a loop costs
-    gate_weight: Some[Share] = _JOINT  # of runs with a gate: how much of the trunk's loss weights is the gate's
-    gate_gradient: Some[Share] = _JOINT  # of runs with a gate: how much of the gate's gradient reaches the trunk
+    beta: Some[NonNegative] = _BETAS
+    gate_weight: Some[Share] = _JOINT
+    gate_gradient: Some[Share] = _JOINT
     seed: Some[Seed] = (0,)
-    set: tuple[str, ...] = ()  # a.b=c, on top of the part's
-    fit: bool = False  # fit the part's post-hoc gates to these trajectories
-    extrapolate: bool = False  # record examples harder than those of training, too
-    name: Name | None = None  # of a single run; otherwise it is made from what the run is
+    set: tuple[str, ...] = ()
+    fit: bool = False
+    extrapolate: bool = False
+    name: Name | None = None
 
     def __post_init__(self) -> None:
         custom = {name for name in self.objective if name not in BUILT_IN}
@@ -105,53 +130,129 @@ class RunGrid(Settings, frozen=True, kw_only=True):
 
 
 class Gates(Settings, frozen=True, kw_only=True):
-    """The post-hoc gates that are fitted to every trajectory with `fit`."""
+    """Set the gates that are fitted to every trajectory with `fit`: every combination of the lists.
+
+    Parameters
+    ----------
+    kind
+        Kinds of gates.
+    objective
+        Objectives of gates.
+    pairing
+        The step that `utility` judges.
+    examples
+        Examples of the train split (default: all).
+    steps
+        Optimizer steps.
+    """
 
     kind: Some[Literal["linear", "mlp"]] = ("linear", "mlp")
     objective: Some[Literal["ponder", "utility"]] = ("ponder", "utility")
     pairing: Literal["next", "ouro"] = "next"
-    examples: Count | None = None  # of the train split (default: all)
+    examples: Count | None = None
     steps: Count = 2_000
 
 
 class Reference(Settings, frozen=True, kw_only=True):
-    """Runs of a part, by how they were trained: whose trajectory (of the same seed) measures the others, say."""
+    """Name runs of a part by how they were trained.
+
+    Parameters
+    ----------
+    gate
+        The gate.
+    prior
+        The prior.
+    beta
+        The weight of the KL, of a run with a gate.
+    """
 
     gate: GateKind = "none"
     prior: Prior
-    beta: NonNegative = 0.1  # of one with a gate
+    beta: NonNegative = 0.1
 
 
 class StudyPart(Settings, frozen=True, kw_only=True):
-    settings: str  # a preset, or a TOML file beside the study's
-    name: Name | None = None  # what the names of its runs begin with (default: the task)
+    """Describe runs of one task or scale.
+
+    Parameters
+    ----------
+    settings
+        A preset, or a TOML file beside the study's.
+    name
+        What the names of its runs begin with (default: the task).
+    set
+        Changes of settings as a.b=c.
+    unseen
+        Whether only examples count that training did not have.
+    reference
+        The run whose trajectory (of the same seed) the others are compared with.
+    latency
+        The runs (of every seed) whose exits are timed.
+    runs
+        Tables of runs.
+    gates
+        The table of fitted gates.
+    extrapolation_examples
+        Examples that are harder than those of training (default: as many as the test split has).
+    guarantees
+        Tables of guarantees that are sought for every run.
+    """
+
+    settings: str
+    name: Name | None = None
     set: tuple[str, ...] = ()
-    unseen: bool = False  # count only examples that training did not have
+    unseen: bool = False
     reference: Reference | None = None
-    latency: tuple[Reference, ...] = ()  # the runs (of every seed) whose exits are timed
+    latency: tuple[Reference, ...] = ()
     runs: Some[RunGrid]
     gates: Gates = Gates()
     extrapolation_examples: Count | None = None
-    guarantees: tuple[RiskTarget, ...] = ()  # sought for every run; for unseen inputs where the part is
+    guarantees: tuple[RiskTarget, ...] = ()
 
     def __post_init__(self) -> None:
         _check_guarantees(self.guarantees)
 
 
 class Checkpoints(Settings, frozen=True, kw_only=True):
-    """Checkpoints that are there already, on benchmarks: every model on every benchmark."""
+    """List existing checkpoints and benchmarks: every model runs on every benchmark.
 
-    models: Some[str]  # folders (seen from where the command is run), or ids of the Hub
+    Parameters
+    ----------
+    models
+        Folders, seen from where the command runs, or names on the Hub.
+    benchmarks
+        Benchmarks.
+    data
+        A folder with the benchmarks' files (default: from the Hub).
+    limit
+        The largest number of questions of a split (default: all).
+    shots
+        Few-shot examples (default: each benchmark's own number).
+    dtype
+        The precision (default: as the checkpoint is stored).
+    shards
+        Parts in which the test split is scored.
+    gates
+        Gates that are fitted to every trajectory, on the benchmark's own train split (default: none).
+    guarantees
+        Tables of guarantees that are sought for every model on every benchmark.
+    latency
+        The benchmarks on which exits are timed.
+    timed
+        Questions of each that are timed.
+    """
+
+    models: Some[str]
     benchmarks: Some[str]
-    data: str | None = None  # a folder with the benchmarks' files (default: they come from the Hub)
-    limit: Count | None = None  # questions of every split (default: all)
-    shots: Tally | None = None  # few-shot examples (default: each benchmark's own)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: as the checkpoint is stored
-    shards: Shards = 1  # parts in which the test split is scored
-    gates: Gates | None = None  # fitted to every trajectory, on the benchmark's own train split
-    guarantees: tuple[RiskTarget, ...] = ()  # sought for every model on every benchmark
-    latency: tuple[str, ...] = ()  # the benchmarks on which exits are timed
-    timed: Count = 100  # questions of each
+    data: str | None = None
+    limit: Count | None = None
+    shots: Tally | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    shards: Shards = 1
+    gates: Gates | None = None
+    guarantees: tuple[RiskTarget, ...] = ()
+    latency: tuple[str, ...] = ()
+    timed: Count = 100
 
     def __post_init__(self) -> None:
         _check_guarantees(self.guarantees)
@@ -169,12 +270,30 @@ def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
 
 
 class Study(Settings, frozen=True, kw_only=True):
+    """Describe a study: runs or checkpoints, and the products of its report.
+
+    Parameters
+    ----------
+    title
+        The title.
+    targets
+        Accuracies at which depths are compared (default: 1 point below the model's own full depth).
+    products
+        Names of products, or of groups of them.
+    parts
+        Tables of runs.
+    checkpoints
+        Tables of existing checkpoints.
+    transfer
+        Names or patterns of runs, such as `mano-*-s0`, whose rules are replayed on each other.
+    """
+
     title: str
-    targets: tuple[Target, ...] = ()  # accuracies (default: 1 point below the model's own at full depth)
-    products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
+    targets: tuple[Target, ...] = ()
+    products: tuple[str, ...] = ("paper",)
     parts: tuple[StudyPart, ...] = ()
     checkpoints: tuple[Checkpoints, ...] = ()
-    transfer: tuple[str, ...] = ()  # names of runs, or patterns (`mano-*-s0`), whose rules are replayed on each other
+    transfer: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))

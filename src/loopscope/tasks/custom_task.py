@@ -27,11 +27,21 @@ _TRIED_EXAMPLES = 200
 
 
 class CustomTask(Splits, frozen=True, kw_only=True):
-    """The settings of a task of the user's own; `load_task` makes the task of them."""
+    """Describe a custom task; `load_task` makes the task of these settings.
 
-    name: str  # module:Class
-    options: dict[str, Option] | UnsetType = UNSET  # the class's own settings
-    source_sha256: str | UnsetType = UNSET  # of the class's module, as it was when the run began
+    Parameters
+    ----------
+    name
+        The class, as module:Class.
+    options
+        The class's own settings.
+    source_sha256
+        The hash of the class's module; LoopScope fills it in when the run begins.
+    """
+
+    name: str
+    options: dict[str, Option] | UnsetType = UNSET
+    source_sha256: str | UnsetType = UNSET
 
 
 def with_task_source(custom: CustomTask) -> CustomTask:

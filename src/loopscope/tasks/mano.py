@@ -18,6 +18,20 @@ _OPERATIONS = {"+": np.add, "-": np.subtract, "*": np.multiply}
 
 
 class Mano(Task, frozen=True, kw_only=True, tag="mano"):
+    """Evaluate modular arithmetic in prefix notation, as in the paper.
+
+    Parameters
+    ----------
+    modulus
+        The modulus.
+    operators
+        The operators.
+    max_operations
+        The largest number of operations, which is the difficulty.
+    train_examples
+        Stored training examples (0: new ones at every step).
+    """
+
     modulus: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 23
     operators: str = "+-*"
     max_operations: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 10

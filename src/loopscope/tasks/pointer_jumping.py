@@ -26,7 +26,19 @@ _RAREST = 100
 
 
 class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
-    """No letter follows itself, so every hop goes back; texts are uniform among those in which all hops exist."""
+    """Hop through a text: each hop goes to the letter that followed the latest earlier occurrence of the same letter.
+
+    No letter follows itself, so every hop goes back. Texts are uniform among those in which all hops exist.
+
+    Parameters
+    ----------
+    alphabet
+        Different letters.
+    letters
+        Letters of a text.
+    max_hops
+        The largest number of hops, which is the difficulty.
+    """
 
     alphabet: Annotated[int, msgspec.Meta(ge=3, le=26)] = 4
     letters: Annotated[int, msgspec.Meta(ge=3, le=1_000)] = 32
@@ -121,9 +133,19 @@ def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
 
 
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
-    """Paths through all nodes: that of the node that is asked for has `difficulty` edges, the others share the rest.
+    """Find the end of a node's path in a graph of several paths, whose edges stand in random order.
 
-    There are always `nodes - paths` edges, so that neither length nor number gives the difficulty away.
+    The path has `difficulty` edges, and the other paths share the rest. There are always `nodes - paths` edges, so
+    neither length nor number gives the difficulty away.
+
+    Parameters
+    ----------
+    nodes
+        Nodes of the graph.
+    paths
+        Paths of the graph.
+    max_edges
+        The largest number of edges on the way, which is the difficulty.
     """
 
     nodes: Annotated[int, msgspec.Meta(ge=3, le=26)] = 10

@@ -17,6 +17,16 @@ from loopscope.tasks.task import StoredOrOnline, Task
 
 
 class Parity(Task, frozen=True, kw_only=True, tag="parity"):
+    """Tell whether the number of ones is even or odd.
+
+    Parameters
+    ----------
+    max_bits
+        The largest number of bits, which is the difficulty.
+    train_examples
+        Stored training examples (0: new ones at every step).
+    """
+
     max_bits: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 40
     train_examples: StoredOrOnline = 0
     separator: ClassVar[str] = ""
@@ -47,7 +57,15 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
 
 
 class StateTracking(Task, frozen=True, kw_only=True, tag="state-tracking"):
-    """Products of uniform permutations; an input is read from the left, which is what is applied first."""
+    """Multiply uniform permutations; an input is read from the left, which is applied first.
+
+    Parameters
+    ----------
+    letters
+        Letters that are permuted.
+    max_factors
+        The largest number of factors, which is the difficulty.
+    """
 
     letters: Annotated[int, msgspec.Meta(ge=2, le=5)] = 5
     max_factors: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 16

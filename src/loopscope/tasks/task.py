@@ -34,7 +34,27 @@ _MAX_REDRAWS = 1_000
 
 
 class Splits(Settings, frozen=True, kw_only=True):
-    """How many examples the splits of a task have, and from which seeds they are drawn."""
+    """Set the sizes of a task's splits, and the seeds from which they are drawn.
+
+    Parameters
+    ----------
+    train_examples
+        Stored training examples (0: new ones at every step).
+    validation_examples
+        Examples of the validation split.
+    test_examples
+        Examples of the test split.
+    train_seed
+        The seed of the train split.
+    validation_seed
+        The seed of the validation split.
+    test_seed
+        The seed of the test split.
+    extrapolation_seed
+        The seed of the extrapolation split.
+    disjoint
+        Whether no input of a split occurs in another.
+    """
 
     train_examples: StoredOrOnline = 0
     validation_examples: SplitSize = 50_000

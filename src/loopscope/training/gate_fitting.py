@@ -37,12 +37,38 @@ _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
 
 
 class GateSettings(Settings, frozen=True, kw_only=True):
+    """Set how a gate is fitted to a frozen trajectory.
+
+    Parameters
+    ----------
+    kind
+        "linear", or "mlp" with one hidden layer.
+    objective
+        "ponder", as gates are trained jointly, or "utility": whether another loop pays.
+    prior
+        The prior over exits of `ponder`: a name, or a list with the weights of all loops.
+    geometric_lambda
+        The lambda of a geometric prior.
+    beta
+        The weight of the KL to the prior, of `ponder`.
+    pairing
+        The step that the gate at loop t judges, of `utility`: the "next", or, as Ouro does ("ouro"), loop t itself.
+    steps
+        Optimizer steps.
+    batch_size
+        Examples of a step.
+    learning_rate
+        The learning rate.
+    seed
+        The seed.
+    """
+
     kind: Literal["linear", "mlp"] = "linear"
     objective: Literal["ponder", "utility"] = "ponder"
-    prior: DepthPrior = "uniform"  # of `ponder`; not a function
+    prior: DepthPrior = "uniform"
     geometric_lambda: Probability = 0.3
     beta: NonNegative = 0.1
-    pairing: Literal["next", "ouro"] = "next"  # of `utility`: the gate at t speaks of loop t + 1, or (Ouro's) of loop t
+    pairing: Literal["next", "ouro"] = "next"
     steps: Count = 2_000
     batch_size: Count = 1_024
     learning_rate: Positive = 1e-2

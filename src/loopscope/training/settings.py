@@ -93,21 +93,45 @@ CORNERS = {Channels(1.0, 1.0): "learned_gate", Channels(0.0, 0.0): "decoupled_ga
 
 
 class Objective(Settings, frozen=True, kw_only=True):
-    """What training minimises; `training/objectives.py` computes it.
+    """Describe what training minimises; `training/objectives.py` computes it.
 
     `gate_channels` at a corner is the objective that has this corner's name: the same run at the same address.
+
+    Parameters
+    ----------
+    name
+        "final", "fixed_prior", "learned_gate", "decoupled_gate", "gate_channels", "act", "random_depth", or a custom
+        function as module:function.
+    prior
+        The prior over exits: "geometric", "uniform", a list with the weights of all loops, or module:function.
+    geometric_lambda
+        The lambda of a geometric prior.
+    beta
+        The weight of the KL between a gate's exits and the prior; for `act` the price of a loop.
+    gate_weight
+        The share of the trunk's loss weights that is the gate's, for `gate_channels` (default: 1).
+    gate_gradient
+        The share of the gate's own gradient that reaches the trunk, for `gate_channels` (default: 1).
+    truncated
+        The number of last loops that get a gradient, for `random_depth` (default: all).
+    options
+        Keyword arguments of a custom function.
+    source_sha256
+        The hash of the function's module; LoopScope fills it in when the run begins.
+    prior_sha256
+        The hash of a custom prior's module; LoopScope fills it in when the run begins.
     """
 
-    name: str = "fixed_prior"  # built in, or module:function
+    name: str = "fixed_prior"
     prior: DepthPrior = "geometric"
     geometric_lambda: Probability = _LAMBDA
-    beta: NonNegative = 0.1  # of the KL between a gate's exits and the prior; of ACT what a loop costs
-    gate_weight: Share | UnsetType = UNSET  # `Channels.weight` of gate_channels (default: 1)
-    gate_gradient: Share | UnsetType = UNSET  # `Channels.gradient` of gate_channels (default: 1)
-    truncated: Count | UnsetType = UNSET  # loops that get a gradient under random_depth (default: all)
-    options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the function
-    source_sha256: str | UnsetType = UNSET  # of the function's module, as it was when the run began
-    prior_sha256: str | UnsetType = UNSET  # the same of a prior's
+    beta: NonNegative = 0.1
+    gate_weight: Share | UnsetType = UNSET
+    gate_gradient: Share | UnsetType = UNSET
+    truncated: Count | UnsetType = UNSET
+    options: dict[str, Option] | UnsetType = UNSET
+    source_sha256: str | UnsetType = UNSET
+    prior_sha256: str | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         kind = _CUSTOM if self.is_custom else self.name
@@ -165,11 +189,51 @@ class Objective(Settings, frozen=True, kw_only=True):
 
 
 class Training(Settings, frozen=True, kw_only=True):
-    """Defaults are the paper's."""
+    """Set how a model is trained; defaults are the paper's.
+
+    Parameters
+    ----------
+    steps
+        Optimizer steps.
+    batch_size
+        Examples, or windows of text, of a step.
+    seed
+        The seed of initialisation and batch order; the task has the seeds of the data.
+    learning_rate
+        The highest learning rate of AdamW, after the warm-up.
+    min_learning_rate
+        The learning rate at the end of the cosine schedule.
+    warmup_steps
+        Steps of linear warm-up.
+    beta1
+        AdamW's first decay.
+    beta2
+        AdamW's second decay.
+    weight_decay
+        AdamW's weight decay.
+    clip_norm
+        The largest norm of the gradient.
+    muon_learning_rate
+        Above 0: Muon trains the block's matrices at this rate.
+    bf16
+        Whether CUDA computes in bfloat16; a CPU always computes in float32.
+    log_every
+        Steps between two lines of the log.
+    checkpoint_every
+        Steps between two states from which training can go on.
+    validate_every
+        Steps between two validations.
+    validation_sample
+        Examples of the validation split that training looks at.
+    accumulate
+        Parts in which a batch goes through, one after the other (default: 1).
+    checkpointing
+        Whether loops run again for their gradients, which saves memory (default: no).
+    """
 
     steps: Count = 40_000
     batch_size: Count = 1024
-    seed: Seed = 0  # initialisation and batch order; data seeds are the task's
+    seed: Seed = 0
     learning_rate: Positive = 5e-4
     min_learning_rate: NonNegative = 5e-5
     warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 2_000
@@ -177,21 +241,33 @@ class Training(Settings, frozen=True, kw_only=True):
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.98
     weight_decay: NonNegative = 0.1
     clip_norm: Positive = 1.0
-    muon_learning_rate: NonNegative = 0.0  # above 0: Muon for the block's matrices
-    bf16: bool = True  # autocast on CUDA; a CPU always computes in float32
+    muon_learning_rate: NonNegative = 0.0
+    bf16: bool = True
     log_every: Count = 100
     checkpoint_every: Count = 1_000
     validate_every: Count = 1_000
-    validation_sample: Count = 2_000  # examples of the validation split that are looked at during training
-    accumulate: Count | UnsetType = UNSET  # parts in which a batch goes through, one after the other (default: 1)
-    checkpointing: bool | UnsetType = UNSET  # loops are run again for their gradients, in place of kept (default: no)
+    validation_sample: Count = 2_000
+    accumulate: Count | UnsetType = UNSET
+    checkpointing: bool | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         require_values((self.min_learning_rate <= self.learning_rate, "min_learning_rate is above learning_rate"))
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
-    """Of a model that is trained on a task."""
+    """Describe a model that is trained on a task.
+
+    Parameters
+    ----------
+    task
+        The table of the task.
+    model
+        The table of the model.
+    objective
+        The table of the objective.
+    training
+        The table of training.
+    """
 
     task: BuiltInTask
     model: ModelSettings = ModelSettings()
@@ -251,13 +327,37 @@ class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
 
 
 class OuroShape(Settings, frozen=True, kw_only=True):
-    """The architecture, under the names of Ouro's `config.json`."""
+    """Describe a new Ouro, under the names of its `config.json`.
+
+    Parameters
+    ----------
+    hidden_size
+        Width of the state.
+    intermediate_size
+        Width inside the MLP.
+    num_hidden_layers
+        Layers of the block that is looped.
+    num_attention_heads
+        Attention heads.
+    num_key_value_heads
+        Heads of keys and values (default: as many as heads).
+    total_ut_steps
+        Loops at full depth.
+    max_position_embeddings
+        The longest text in tokens.
+    rope_theta
+        The base of rotary positions.
+    rms_norm_eps
+        The epsilon of RMSNorm.
+    tie_word_embeddings
+        Whether the head is the embedding.
+    """
 
     hidden_size: Width = 256
     intermediate_size: Width = 704
     num_hidden_layers: Layers = 4
     num_attention_heads: Width = 4
-    num_key_value_heads: Width | None = None  # default: as many as heads
+    num_key_value_heads: Width | None = None
     total_ut_steps: Loops = 4
     max_position_embeddings: Positions = 4_096
     rope_theta: RotaryBase = 10_000.0
@@ -266,11 +366,25 @@ class OuroShape(Settings, frozen=True, kw_only=True):
 
 
 class PretrainSettings(Settings, frozen=True, kw_only=True):
-    """Of a new Ouro that is trained on a text."""
+    """Describe a new Ouro that is trained on a text.
+
+    Parameters
+    ----------
+    model
+        The table of the model.
+    vocab_size
+        Tokens of the tokenizer that is trained.
+    context
+        Tokens of a window.
+    objective
+        The table of the objective.
+    training
+        The table of training.
+    """
 
     model: OuroShape = OuroShape()
-    vocab_size: NewVocabulary = 4_096  # of the tokenizer that is trained
-    context: Count = 256  # tokens of a window
+    vocab_size: NewVocabulary = 4_096
+    context: Count = 256
     objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
     training: Training = Training()
 
@@ -280,22 +394,48 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
 
 
 class Adapters(Settings, frozen=True, kw_only=True):
-    """Low-rank adapters in place of all weights."""
+    """Train low-rank adapters in place of all weights.
+
+    Parameters
+    ----------
+    rank
+        The rank of an adapter.
+    alpha
+        The scale of an adapter, which is divided by the rank.
+    """
 
     rank: Count = 16
     alpha: Count = 32
 
 
 class ContinueSettings(Settings, frozen=True, kw_only=True):
-    """Of a language model that is trained further."""
+    """Describe a language model that is trained further.
 
-    context: Count = 256  # tokens of a window
-    targets: Literal["text", "teacher"] = "text"  # what each loop is held against
-    teacher_loops: Count = 1  # at which the teacher is read: a looped Llama's loop 1 is what it was made from
+    Parameters
+    ----------
+    context
+        Tokens of a window.
+    targets
+        What each loop is trained on: the next tokens of the "text", or the logits of a "teacher".
+    teacher_loops
+        The loop at which the teacher is read. At loop 1 a looped Llama is the model that it was made from.
+    objective
+        The table of the objective.
+    adapters
+        The table of adapters (default: all weights are trained).
+    training
+        The table of training.
+    loops
+        Loops at full depth (default: those of the checkpoint).
+    """
+
+    context: Count = 256
+    targets: Literal["text", "teacher"] = "text"
+    teacher_loops: Count = 1
     objective: Objective = Objective()
-    adapters: Adapters | None = None  # None: all weights are trained
+    adapters: Adapters | None = None
     training: Training = Training()
-    loops: Count | None = None  # those of the model, which the start says
+    loops: Count | None = None
 
     @property
     def num_loops(self) -> int:
