@@ -97,7 +97,7 @@ def main(steps: int = 300, examples: int = 4000) -> Agreement:
         print(f"{readout:13} {point.accuracy:.3f} at {point.average_loops:.2f} loops")
 
     policy = ls.calibrate(validation, max_drop=0.02, confidence=0.95)
-    answers = ls.run(model, policy, task_requests(splits["test"]), batch_size=128)
+    answers = ls.run(model, task_requests(splits["test"]), policy, batch_size=128)
     agreement = compare_with_replay(answers, policy, test)  # live answers beside the policy's replay
     print(f"{policy}: {agreement}")
     return agreement

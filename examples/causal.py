@@ -59,7 +59,7 @@ def main() -> tuple[list[int], list[float]]:
     (text,) = ls.generate(model, [ls.Prompt("mine", prompt)], ls.ExitPolicy("margin", 0.3), max_new_tokens=12)
     print("tokens:", text.tokens, "loops:", text.loops)
     question = ls.choices("which", prompt, [np.array([3, 1]), np.array([7])])
-    (answer,) = ls.run(model, ls.ExitPolicy("margin", 0.3), [question])
+    (answer,) = ls.run(model, [question], ls.ExitPolicy("margin", 0.3))
     print("log-probabilities of the choices:", answer.logits, "after loop", answer.loop)
     return text.tokens, answer.logits.tolist()
 

@@ -192,9 +192,9 @@ def test_the_engine(policy: ls.ExitPolicy, shared: int, kind: str, device: Prete
     if kind == "questions":
         asked = questions(shared, here.vocab_size, whole=True)
         options = {"batch_size": 4, "mean": policy.readout == "gate", "greedy": True}
-    expected = list(run(here, policy, asked, **options))
+    expected = list(run(here, asked, policy, **options))
     with bounded(device, steps):
-        answers = list(run(there, policy, asked, **options))
+        answers = list(run(there, asked, policy, **options))
     for ours, theirs in zip(answers, expected, strict=True):
         assert (ours.key, ours.loop) == (theirs.key, theirs.loop)
         np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-4)

@@ -523,14 +523,14 @@ def policy_of(kind: str) -> ls.ExitPolicy:
 
 def run_rows(rule: ls.ExitPolicy, model: Any = None, rows: Any = ROWS, **options: Any) -> list[Any]:
     requests = [ls.Request(key, (row,)) for key, row in enumerate(rows)]
-    return list(ls.run(model or our_model(), rule, requests, **options))
+    return list(ls.run(model or our_model(), requests, rule, **options))
 
 
 def asked(norms: tuple[float, ...] = (), mean: bool | None = None, **options: Any) -> Callable[..., list[Any]]:
     def run(rule: ls.ExitPolicy) -> list[Any]:
         whole = mean or (mean is None and rule.scope.state == "mean_over_choices")
         questions = [ls.choices(key, row, CHOICES, norms, whole=whole, **options) for key, row in enumerate(ROWS)]
-        return list(ls.run(our_model(), rule, questions, mean=mean))
+        return list(ls.run(our_model(), questions, rule, mean=mean))
 
     return run
 
@@ -630,7 +630,7 @@ def without_gate(_: Path) -> object:
 
 
 def mixed(request: ls.Request) -> object:
-    return list(ls.run(our_model(), PLAIN, [request, ls.choices(1, ROWS[1], CHOICES)]))
+    return list(ls.run(our_model(), [request, ls.choices(1, ROWS[1], CHOICES)], PLAIN))
 
 
 def foreign_prompt() -> object:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from loopscope.errors import install_command
+
 SETUP = """
 import sys
 class NotInstalled:
@@ -48,11 +50,12 @@ assert "loopscope.models.looped_model" not in sys.modules
 NEEDED = (
     SETUP
     + """
+from loopscope.errors import install_command
 for name in ("load_model", "train", "generate", "record_model", "fit_gate", "run", "check_model"):
     try:
         getattr(ls, name)
     except ls.UserError as error:
-        assert str(error) == f"loopscope.{name} needs torch; install it with: pip install 'loopscope[torch]'.", error
+        assert str(error) == f"loopscope.{name} needs torch; install it with: {install_command('torch')}.", error
     else:
         raise AssertionError(name)
 from loopscope.cli import main
@@ -75,6 +78,6 @@ def test_recordings_are_diagnosed_certified_watched_and_reported(tmp_path: Path)
 
 def test_what_needs_pytorch_says_what_installs_it(tmp_path: Path) -> None:
     said = run_python(NEEDED, tmp_path)
-    assert said.count("pip install 'loopscope[torch]'") == 4
+    assert said.count(install_command("torch")) == 4
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())

@@ -36,4 +36,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "__version__", *_HOMES]
+    return [*__all__, "__version__"]

@@ -12,7 +12,13 @@ from loopscope.engine.generation import Prompt as Prompt, generate as generate, 
 from loopscope.engine.requests import Request as Request, choices as choices
 from loopscope.engine.scheduler import Answer as Answer, run as run
 from loopscope.errors import UserError as UserError
-from loopscope.frontier import Frontier as Frontier, OperatingPoint as OperatingPoint, sweep as sweep
+from loopscope.example_recordings import load_example as load_example
+from loopscope.frontier import (
+    Frontier as Frontier,
+    FrontierPlot as FrontierPlot,
+    OperatingPoint as OperatingPoint,
+    sweep as sweep,
+)
 from loopscope.learned.attach import attach as attach
 from loopscope.learned.fitted_gate import FittedGate as FittedGate
 from loopscope.learned.stopper import Stopper as Stopper

@@ -7,6 +7,7 @@ terminal would obey, and `brief` keeps it short.
 """
 
 import difflib
+import json
 import os
 import re
 import sys
@@ -15,8 +16,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from threading import Lock
+from urllib.parse import unquote
 
 _LIBRARIES = ("loopscope", "importlib", "numpy", "scipy", "torch")
 """A line of theirs in a traceback is not the user's."""
@@ -53,7 +56,23 @@ class RecordingWarning(UserWarning):
 
 
 class UserError(ValueError):
-    """Bad input; the message says what is wrong and what to do."""
+    """Report bad input: the message says what is wrong and what to do.
+
+    The command line prints the message and exits with code 2.
+
+    Parameters
+    ----------
+    message
+        One or two sentences.
+
+    Examples
+    --------
+    >>> try:
+    ...     ls.ExitPolicy("margn", 2.0)
+    ... except ls.UserError as error:
+    ...     print(str(error)[:56])
+    There is no readout 'margn' (did you mean 'margin'?); ch
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(brief(message))
@@ -186,4 +205,18 @@ def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         return error
-    return UserError(f"{what} needs {package}; install it with: pip install 'loopscope[{_EXTRAS[package]}]'.")
+    return UserError(f"{what} needs {package}; install it with: {install_command(_EXTRAS[package])}.")
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra, from where LoopScope itself was installed: no package index need have it."""
+    try:
+        origin = json.loads(distribution("loopscope").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url, named = str(origin.get("url", "")), f"loopscope[{extra}]"
+    if origin.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{unquote(url.removeprefix('file://'))}[{extra}]'"
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    return f"pip install '{named} @ {url}'" if url else f"pip install '{named}'"

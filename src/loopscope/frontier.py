@@ -10,18 +10,21 @@ Shapes: N examples, T loops, G thresholds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.errors import UserError, check_known
+from loopscope.errors import UserError, check_known, missing_extra
+from loopscope.files import write_bytes
 from loopscope.leaks import check_calibration
 from loopscope.policy import NEVER, ORACLE_THRESHOLD, ExitPolicy, chosen_scope
 from loopscope.readouts.readout import has_threshold, required_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import is_gate
 from loopscope.scope import ANYTHING, Scope
+from loopscope.tabular import Tabular
 from loopscope.threshold_grids import eagerness, fine_grid, grid as paper_grid, in_a_gap
 from loopscope.trajectory import Trajectory
 
@@ -31,13 +34,32 @@ _ROUNDING = 1e-9
 """An accuracy is a ratio of whole numbers, and so is a target that comes from another recording."""
 _MIME = "application/vnd.vegalite.v5+json"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+_PIXELS_PER_POINT = 2
 _WITHOUT_LINE = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
 
 
 @dataclass(frozen=True, repr=False)
 class OperatingPoint:
-    """One threshold of a frontier, on both data sets."""
+    """Describe one threshold of a frontier on both data sets.
+
+    Parameters
+    ----------
+    policy
+        The readout with this threshold.
+    accuracy, average_loops
+        Its results on evaluation data.
+    calibration_accuracy, calibration_average_loops
+        Its results on calibration data, which chose it.
+
+    Examples
+    --------
+    >>> point = ls.sweep("margin", validation, test).select()
+    >>> point.policy.readout
+    'margin'
+    >>> bool(point.average_loops <= test.num_loops)
+    True
+    """
 
     policy: ExitPolicy
     accuracy: float
@@ -51,13 +73,37 @@ class OperatingPoint:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """By which calibration data prefer one point to another: the most accurate first, ties to fewer loops."""
+        """Order points as calibration data prefer them: the most accurate first, then fewer loops."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Frontier:
-    """A readout's curve, [G] each, in the order of its threshold grid."""
+class Frontier(Tabular):
+    """Hold the curve of a readout: accuracy against average loops, a point for each of G thresholds.
+
+    `sweep` makes it.
+
+    Parameters
+    ----------
+    readout
+        The readout's name.
+    thresholds
+        [G] in the order of the grid; NaN for a readout without thresholds.
+    accuracy, average_loops
+        [G] on evaluation data.
+    calibration_accuracy, calibration_average_loops
+        [G] on calibration data, on which choices may rest.
+    scope
+        The model and the kind of decisions that were recorded.
+
+    Examples
+    --------
+    >>> frontier = ls.sweep("entropy", validation, test)
+    >>> frontier.depth_at(0.9) < test.num_loops
+    True
+    >>> list(frontier.to_dict())[:3]
+    ['threshold', 'accuracy', 'average_loops']
+    """
 
     readout: str
     thresholds: Curve
@@ -75,26 +121,102 @@ class Frontier:
         )
 
     def plot(self, *others: "Frontier") -> "FrontierPlot":
-        """Accuracy against average loops, beside other frontiers if there are any: a chart in a notebook."""
+        """Draw accuracy against average loops. A notebook shows the chart.
+
+        Parameters
+        ----------
+        *others
+            Other frontiers to draw beside this one.
+
+        Returns
+        -------
+        FrontierPlot
+            A chart, which `save` writes to a file.
+        """
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """List the columns by name: threshold, accuracy and average loops on both data sets.
+
+        Returns
+        -------
+        dict[str, list]
+            [G] values of every column, for `pandas.DataFrame` or `polars.DataFrame`.
+        """
+        names = ("accuracy", "average_loops", "calibration_accuracy", "calibration_average_loops")
+        return {"threshold": self.thresholds.tolist(), **{name: getattr(self, name).tolist() for name in names}}
+
     def depth_at(self, accuracy: float) -> float | None:
-        """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
+        """Read D@X: the least average loops on the evaluation curve that reach an accuracy.
+
+        Parameters
+        ----------
+        accuracy
+            The accuracy X, from 0 to 1.
+
+        Returns
+        -------
+        float or None
+            The average loops; None if the curve never reaches X.
+
+        Raises
+        ------
+        UserError
+            If the accuracy does not lie between 0 and 1.
+        """
         return _depth_at(self.average_loops, self.accuracy, accuracy)
 
     def threshold_at(self, accuracy: float) -> float | None:
-        """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
+        """Find the threshold of D@X.
+
+        Parameters
+        ----------
+        accuracy
+            The accuracy X, from 0 to 1.
+
+        Returns
+        -------
+        float or None
+            The threshold; None if the curve never reaches X, or if the readout has no thresholds.
+
+        Raises
+        ------
+        UserError
+            If the accuracy does not lie between 0 and 1.
+        """
         reached = np.flatnonzero(self.accuracy >= _as_accuracy(accuracy) - _ROUNDING)
         if not len(reached) or np.isnan(self.thresholds).any():
             return None
         return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
 
     def calibration_depth_at(self, accuracy: float) -> float | None:
-        """The same on the calibration curve: what a choice may be based on."""
+        """Read D@X on the calibration curve, on which a choice may rest.
+
+        Parameters
+        ----------
+        accuracy
+            The accuracy X, from 0 to 1.
+
+        Returns
+        -------
+        float or None
+            The average loops; None if the curve never reaches X.
+
+        Raises
+        ------
+        UserError
+            If the accuracy does not lie between 0 and 1.
+        """
         return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
 
     def select(self) -> OperatingPoint:
-        """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
+        """Choose a point on calibration data: the most accurate, then the one with fewer loops.
+
+        Returns
+        -------
+        OperatingPoint
+            Its policy, and its results on both data sets.
+        """
         best = _best(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
             _policy(self.readout, self.thresholds[best], self.scope),
@@ -107,12 +229,28 @@ class Frontier:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FrontierPlot:
-    """Curves of accuracy against average loops; `specification` is Vega-Lite, for whatever draws that."""
+    """Show curves of accuracy against average loops.
+
+    `Frontier.plot` makes it. A notebook shows it; `save` writes it to a file.
+
+    Parameters
+    ----------
+    curves
+        Average loops [G] and accuracy [G] of every readout, by name.
+
+    Examples
+    --------
+    >>> chart = ls.sweep("margin", validation, test).plot(ls.sweep("fixed", validation, test))
+    >>> chart.save(folder / "frontiers.svg")
+    >>> (folder / "frontiers.svg").is_file()
+    True
+    """
 
     curves: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]  # readout -> average loops, accuracy
 
     @property
     def specification(self) -> dict[str, Any]:
+        """Describe the chart in Vega-Lite."""
         rows = [
             {"readout": name, "average loops": float(loops), "accuracy": float(accuracy)}
             for name, points in self.curves.items()
@@ -137,6 +275,30 @@ class FrontierPlot:
     def __repr__(self) -> str:
         return f"FrontierPlot({', '.join(self.curves)}: accuracy against average loops; a notebook draws it)"
 
+    def save(self, path: str | Path) -> None:
+        """Write the chart to a file; this needs the extra `report`.
+
+        Parameters
+        ----------
+        path
+            A file that ends in .png, .svg or .pdf.
+
+        Raises
+        ------
+        UserError
+            If the file has another ending, or if the extra is not installed.
+        """
+        place = Path(path)
+        kind = place.suffix.removeprefix(".")
+        check_known(kind, ("png", "svg", "pdf"), "kind of picture")
+        try:
+            import vl_convert
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "A picture of a frontier") from None
+        options = {"scale": _PIXELS_PER_POINT} if kind == "png" else {}
+        drawn = getattr(vl_convert, f"vegalite_to_{kind}")(self.specification, **options)
+        write_bytes(place, drawn.encode() if isinstance(drawn, str) else drawn)
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         return {_MIME: self.specification, "text/plain": repr(self)}
 
@@ -154,7 +316,35 @@ def _as_accuracy(value: float) -> float:
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
-    """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
+    """Sweep the thresholds of a readout: what does each cost in loops, and how accurate is it?
+
+    Parameters
+    ----------
+    readout
+        A name in `READOUTS`, or `gate:NAME` or `stopper:NAME` of an attached gate or stopper.
+    calibration
+        The recording that gives the thresholds.
+    evaluation
+        Another recording of the same model, on which they are measured.
+    grid
+        "fine" (the default) has so many thresholds that their steps do not matter; "paper" has the paper's.
+
+    Returns
+    -------
+    Frontier
+        Accuracy and average loops at every threshold, on both recordings.
+
+    Raises
+    ------
+    UserError
+        If the two recordings share examples, are of different models, or lack what the readout reads.
+
+    Examples
+    --------
+    >>> frontier = ls.sweep("margin", validation, test)
+    >>> round(frontier.depth_at(0.9), 1)
+    1.8
+    """
     check_calibration(calibration, evaluation, readout)
     thresholds = swept_thresholds(readout, calibration, grid)
     accuracy, loops = curve(readout, thresholds, evaluation)

@@ -28,7 +28,7 @@ from loopscope.readouts.readout import find_readout, readout_definition, require
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import own_name
 from loopscope.row_overlap import KeySketch
-from loopscope.scope import ANYTHING, Scope, scope_of
+from loopscope.scope import ANYTHING, CacheMode, Scope, scope_of
 from loopscope.trajectory import Trajectory
 
 Loss = Literal["gap", "disagreement"]
@@ -176,11 +176,36 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False)
 class ExitPolicy:
-    """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
+    """Join a readout and a threshold to an exit rule, for replay and for live runs.
 
-    With the readout `gate:NAME` or `stopper:NAME` it carries that gate or stopper, unless it is only replayed on
-    recordings that have its signal. A calibrated one carries its certificate. Its scope says for which model and kind
-    of decisions its threshold was chosen; the policy is held to it wherever it is used.
+    A calibrated policy carries a certificate. LoopScope rejects it for other models and other kinds of decisions than
+    those in its scope.
+
+    Parameters
+    ----------
+    readout
+        A name in `READOUTS`, `gate:NAME` or `stopper:NAME`.
+    threshold
+        The value at which a row exits; for `fixed` the loop (from 1). `oracle` takes none.
+    gate
+        The fitted gate or stopper of the readout (default: none). A live run needs it.
+    scope
+        The model and the kind of decisions that it is for (default: any).
+    certificate
+        What calibration found (default: nothing is guaranteed).
+
+    Raises
+    ------
+    UserError
+        If the readout is unknown, or if the threshold does not fit it.
+
+    Examples
+    --------
+    >>> policy = ls.ExitPolicy("margin", 2.0)
+    >>> policy.exit_loops(test)[:5]
+    array([3, 1, 2, 2, 2])
+    >>> policy.exit_loops(logits=test.logits)[:5]
+    array([3, 1, 2, 2, 2])
     """
 
     readout: str
@@ -204,16 +229,22 @@ class ExitPolicy:
 
     @property
     def guarantee(self) -> Guarantee | None:
+        """Return what calibration guarantees; None for a policy that guarantees nothing."""
         return None if self.certificate is None else self.certificate.guarantee
 
     @property
     def model(self) -> str | None:
-        """The hash of the weights and configuration that it was chosen for, if it says."""
+        """Return the hash of the weights and configuration for which it was chosen; None if it names no model."""
         return self.scope.model
 
     @property
+    def cache(self) -> CacheMode:
+        """Return the KV cache with which it writes text: the one that it was calibrated for, or `full`."""
+        return self.scope.cache or "full"
+
+    @property
     def fixed_depth(self) -> int | None:
-        """The loop at which everything exits; None for a policy that looks at a signal."""
+        """Return the loop at which every row exits; None for a policy that reads a signal."""
         return int(self.threshold or 0) if required_readout(self.readout).takes == "depth" else None
 
     def __str__(self) -> str:
@@ -225,7 +256,18 @@ class ExitPolicy:
         return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"
 
     def save(self, path: str | Path) -> None:
-        """Writes the policy as JSON, and the weights of its fitted gate beside it."""
+        """Write the policy as JSON, and the weights of its fitted gate beside it. An existing file is replaced.
+
+        Parameters
+        ----------
+        path
+            The policy file.
+
+        Raises
+        ------
+        UserError
+            If the threshold is infinite.
+        """
         if self.threshold is not None and np.isinf(self.threshold):
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
         path = Path(path)
@@ -242,7 +284,23 @@ class ExitPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """The policy in a file, after the weights of its gate were checked against their hash."""
+        """Read a policy file and check the weights of its gate against their hash.
+
+        Parameters
+        ----------
+        path
+            The policy file.
+
+        Returns
+        -------
+        ExitPolicy
+            The policy with its gate and its certificate.
+
+        Raises
+        ------
+        UserError
+            If the file is no policy or was altered, or if its readout is not known here.
+        """
         place = Path(path)
         return read_whole(place, lambda: cls._read(place))
 
@@ -263,9 +321,23 @@ class ExitPolicy:
         return cls(file.readout, file.threshold, gate, file.scope, file.certificate)._as_defined()
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
-        """Rejects another model than the one it was made for, another full depth, or decisions of another kind.
+        """Reject another model, another full depth or another kind of decisions than the policy is for.
 
-        Each where both sides say what they are; `here` is what would be decided about.
+        Only what both sides state is compared.
+
+        Parameters
+        ----------
+        weights
+            The hash of the model's weights; None if unknown.
+        num_loops
+            Full depth.
+        here
+            The kind of decisions.
+
+        Raises
+        ------
+        UserError
+            If one of them differs.
         """
         self._as_defined()
         self.scope.check(here)
@@ -288,7 +360,18 @@ class ExitPolicy:
             )
 
     def check_depth(self, num_loops: int) -> None:
-        """Rejects a full depth that its rule does not fit."""
+        """Reject a full depth that the rule does not fit.
+
+        Parameters
+        ----------
+        num_loops
+            Full depth.
+
+        Raises
+        ------
+        UserError
+            If a fixed depth lies beyond it, or if a stopper was fitted to another.
+        """
         if isinstance(self.gate, Stopper):
             self.gate.check_depth(num_loops)
         if (self.fixed_depth or 0) > num_loops:
@@ -304,32 +387,111 @@ class ExitPolicy:
         return self
 
     def for_any_model(self) -> Self:
-        """The same rule without its certificate, for any model in any precision, for decisions of its kind."""
+        """Give up the certificate, so that the rule can be used with any model.
+
+        Returns
+        -------
+        ExitPolicy
+            The same rule for decisions of the same kind, without a guarantee.
+        """
         gate = self.gate and replace(
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
         )
         scope = msgspec.structs.replace(self.scope, model=None, precision=None)
         return replace(self, gate=gate, scope=scope, certificate=None)
 
-    def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
-        """[N] the loop in 1..T at which every example exits."""
+    def for_stored_weights(self, weights: str) -> Self:
+        """Return the same policy for the same model, whose weights were saved again and have another hash.
+
+        Parameters
+        ----------
+        weights
+            The hash of the weights as they were saved.
+
+        Returns
+        -------
+        ExitPolicy
+            The same rule and certificate, for these weights.
+        """
+        gate = self.gate
+        if gate is not None and "weights_sha256" in gate.provenance:
+            gate = replace(gate, provenance={**gate.provenance, "weights_sha256": weights})
+        scope = self.scope if self.scope.model is None else msgspec.structs.replace(self.scope, model=weights)
+        return replace(self, gate=gate, scope=scope)
+
+    def exit_loops(self, recording: Trajectory | None = None, **arrays: Any) -> NDArray[np.int64]:
+        """Replay the policy: at which loop does every example exit?
+
+        Parameters
+        ----------
+        recording
+            The recording to replay it on. Leave it out to give arrays.
+        **arrays
+            The arrays of a `Trajectory` in place of a recording, such as `logits=` [N, T, V] or `gate_logits=` [N, T].
+
+        Returns
+        -------
+        NDArray[np.int64]
+            [N] the exit loops, from 1 to T.
+
+        Raises
+        ------
+        UserError
+            If the recording is of another model than the policy, or lacks what the readout reads.
+        """
+        if recording is not None and arrays:
+            raise UserError("Give a recording or arrays, not both.")
+        trajectory = Trajectory(**arrays) if recording is None else recording
         self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops, scope_of(trajectory))
         stops = self.stops(trajectory)
         stops[:, -1] = True
         return stops.argmax(axis=1) + 1
 
     def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """[N, T] at which loops the rule says stop; a signal that is NaN never does."""
+        """Tell at which loops the rule is met, whether or not a row exited before.
+
+        Parameters
+        ----------
+        trajectory
+            A recording.
+
+        Returns
+        -------
+        NDArray[np.bool_]
+            [N, T]; a signal that is NaN never meets it.
+        """
         return self.decide(self.values(trajectory))
 
     def values(self, trajectory: Trajectory) -> NDArray[np.float64]:
-        """[N, T] the policy's signal on a recording."""
+        """Read the policy's signal on a recording.
+
+        Parameters
+        ----------
+        trajectory
+            A recording.
+
+        Returns
+        -------
+        NDArray[np.float64]
+            [N, T] values of the signal.
+        """
         if self.gate is not None:
             trajectory = attach(trajectory, {own_name(self.readout): self.gate})
         return signal(self.readout, trajectory)
 
     def decide(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Whether these values of the policy's signal say stop, whatever their shape: recorded or live."""
+        """Compare values of the signal with the threshold.
+
+        Parameters
+        ----------
+        values
+            Values of the signal, of any shape.
+
+        Returns
+        -------
+        NDArray[np.bool_]
+            Whether each meets the rule, in the same shape.
+        """
         threshold = ORACLE_THRESHOLD if self.threshold is None else self.threshold
         return values >= threshold if required_readout(self.readout).exits == "above" else values <= threshold
 

@@ -68,26 +68,52 @@ class Contents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trajectory:
-    """One recording of N examples at T loops, from arrays of NumPy or PyTorch.
+    """Hold one recording: what a model says at each of T loops about each of N examples.
 
-    - logits [N, T, V]: of V classes; -inf, at every loop, for a class that an example does not have.
-    - labels [N]: the right class, from 0 on.
-    - gate_logits [N, T]: halt logits of the model's own gate. Their sigmoid is the probability of halting at loop t
-      if it did not halt before; the last loop always halts, whatever its logit.
-    - split: train, validation, test or extrapolation. Choosing anything on the last two is refused.
-    - difficulty [N]: a number, by which tables and figures are split.
-    - hidden [N, T, D]: the pooled states r_t, for the readouts and gates that need them.
-    - predictions, label_log_probs [N, T]: where there are no logits, the class that each loop answers and the
-      log-probability of the label.
-    - signals: name -> [N, T], computed when it was recorded; NaN only at the first loops.
-    - seen [N]: whether the training data held this input.
-    - sequences [N]: the number of the request that a decision belongs to, where one request yields many.
-    - norms [N, V]: the characters of every choice of a question.
-    - examples: the N inputs as text.
-    - provenance: what the recording is of. With "weights_sha256", the hash of the weights, recordings and policies
-      of another model are refused.
+    Arrays are NumPy's, or tensors of PyTorch. They are checked once, here, and are read-only from then on.
 
-    Arrays are read-only and checked once, here, so that what comes after can rely on them.
+    Parameters
+    ----------
+    logits
+        [N, T, V] the logits of V classes. A class that an example does not have is -inf at every loop.
+    labels
+        [N] the right class, from 0 on.
+    difficulty
+        [N] a number by which tables and figures are split.
+    hidden
+        [N, T, D] pooled states, for the readouts and fitted gates that read them.
+    gate_logits
+        [N, T] halt logits of the model's own gate. Their sigmoid is the probability of halting at a loop, given that
+        the row did not halt before. The last loop always halts.
+    split
+        "train", "validation", "test" or "extrapolation". LoopScope chooses nothing on the last two.
+    predictions, label_log_probs
+        [N, T] in place of logits: the predicted class and the log-probability of the label.
+    signals
+        Values [N, T] of readouts, by name.
+    seen
+        [N] whether training had this input.
+    sequences
+        [N] the number of the request that a decision belongs to, if a request makes many decisions.
+    norms
+        [N, V] the characters of every choice of a question.
+    examples
+        The N inputs as text.
+    provenance
+        What was recorded. With "weights_sha256", the hash of the weights, LoopScope rejects policies of other models.
+
+    Raises
+    ------
+    UserError
+        If there are neither logits nor predictions, or if arrays do not fit together.
+
+    Examples
+    --------
+    >>> recording = ls.Trajectory(logits=np.zeros((10, 4, 3)), labels=np.zeros(10, dtype=int), split="validation")
+    >>> recording
+    Trajectory(10 examples, 4 loops, split='validation', keeps logits, labels)
+    >>> recording.correct.mean(axis=0)
+    array([1., 1., 1., 1.])
     """
 
     logits: Array | None = None
@@ -135,15 +161,17 @@ class Trajectory:
 
     @property
     def num_examples(self) -> int:
+        """Return N, the number of examples."""
         return len(self._answers)
 
     @property
     def num_loops(self) -> int:
+        """Return T, the number of loops."""
         return int(self._answers.shape[1])
 
     @property
     def num_classes(self) -> int | None:
-        """V, or None where only predictions were kept."""
+        """Return V, the number of classes; None if only predictions were kept."""
         return None if self.logits is None else int(self.logits.shape[2])
 
     @property
@@ -155,21 +183,22 @@ class Trajectory:
 
     @cached_property
     def predicted(self) -> Array:
-        """[N, T] the class that each loop answers."""
+        """Return [N, T] the class that each loop predicts."""
         return self._answers if self.logits is None else self.logits.argmax(axis=-1)
 
     @cached_property
     def correct(self) -> Array:
-        """[N, T] whether that is the label."""
+        """Return [N, T] whether each loop predicts the label."""
         return self.predicted == self.required_labels[:, None]
 
     @property
     def required_labels(self) -> Array:
+        """Return [N] the labels; raise `UserError` if there are none."""
         return required(self.labels)
 
     @cached_property
     def cross_entropy(self) -> Array:
-        """[N, T] minus the log-probability of the label."""
+        """Return [N, T] minus the log-probability of the label."""
         if self.label_log_probs is not None:
             return -self.label_log_probs.astype(np.float64)
         if self.logits is None:
@@ -184,7 +213,7 @@ class Trajectory:
 
     @cached_property
     def sha256(self) -> str:
-        """A hash of everything but the hidden states, the recorded signals and the texts."""
+        """Return a hash of everything but the hidden states, the signals and the texts."""
         sha = hashlib.sha256()
         for name, value in self._arrays.items():
             if name != "hidden":
@@ -193,7 +222,23 @@ class Trajectory:
         return sha.hexdigest()
 
     def take(self, rows: Array) -> Self:
-        """The trajectory of these rows (indices, or where a mask is true) alone."""
+        """Select examples.
+
+        Parameters
+        ----------
+        rows
+            Indices, or a mask [N].
+
+        Returns
+        -------
+        Trajectory
+            The recording of these examples, in this order.
+
+        Raises
+        ------
+        UserError
+            If the rows are neither.
+        """
         chosen = self._row_numbers(as_array(rows, "rows"))
         return type(self)(
             **{name: values[chosen] for name, values in self._arrays.items()},
@@ -204,9 +249,19 @@ class Trajectory:
         )
 
     def with_signals(self, signals: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
-        """The same recording with these signals, too; what was computed of it already is not computed again.
+        """Add signals, and keep what was computed already.
 
-        The signals have names that begin with `gate:` or `stopper:`, so that nothing else depends on them.
+        Parameters
+        ----------
+        signals
+            Values [N, T] by names that begin with `gate:` or `stopper:`.
+        provenance
+            What the new recording says of itself.
+
+        Returns
+        -------
+        Trajectory
+            The same recording with these signals.
         """
         other = replace(self, signals={**self.signals, **signals}, provenance=provenance)
         given = {each.name for each in fields(self)}
@@ -229,7 +284,18 @@ class Trajectory:
         return chosen
 
     def unseen(self) -> Self:
-        """Only the examples that training did not have."""
+        """Select the examples that training did not have.
+
+        Returns
+        -------
+        Trajectory
+            The recording of these examples.
+
+        Raises
+        ------
+        UserError
+            If the recording does not say which they are, or has none.
+        """
         if self.seen is None or self.seen.all():
             why = "does not say which examples training had" if self.seen is None else "has none that training had not"
             raise UserError(
@@ -240,9 +306,9 @@ class Trajectory:
 
     @cached_property
     def units(self) -> NDArray[np.int64] | None:
-        """[N] what an example belongs to that was drawn as a whole: its sequence, or its input where some have copies.
+        """Return [N] the number of the sequence or the repeated input that an example belongs to.
 
-        None: every example was drawn by itself.
+        None means that every example was drawn by itself.
         """
         wholes = self.examples if self.sequences is None else self.sequences.tolist()
         if wholes is None:
@@ -253,13 +319,28 @@ class Trajectory:
 
     @property
     def num_units(self) -> int:
+        """Return the number of units that were drawn independently."""
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
     def distinct(self, *, alone: bool = False, ordered: bool = False) -> Self:
-        """Every input once; with `alone` only inputs that occur once.
+        """Count every input once.
 
-        They stand in random order (always the same one): first occurrences would come easy inputs first. With `ordered`
-        they keep the order of the recording, each at one of its occurrences, drawn at random for the same reason.
+        Parameters
+        ----------
+        alone
+            Keep only inputs that occur once (default: one of each).
+        ordered
+            Keep the order of the recording (default: an order drawn at random, always the same).
+
+        Returns
+        -------
+        Trajectory
+            The recording of these examples.
+
+        Raises
+        ------
+        UserError
+            If the recording does not keep its inputs as text.
         """
         if self.examples is None or self.sequences is not None:
             raise UserError(
@@ -275,9 +356,9 @@ class Trajectory:
 
     @cached_property
     def copies(self) -> NDArray[np.int64] | None:
-        """[N] the number of the input that an example seems to copy, known by its scores where there are no texts.
+        """Return [N] the number of the input that an example seems to copy, told by its scores.
 
-        None unless there are two examples or more of an input on average: a few alike may be chance.
+        None if the inputs are known, or if there are fewer than two examples of an input on average.
         """
         if self.examples is not None or self.sequences is not None:
             return None
@@ -300,10 +381,7 @@ class Trajectory:
 
     @cached_property
     def row_keys(self) -> dict[str, RowKeys]:
-        """By which an example is known again: its text, its rounded scores, its predictions; the surest first.
-
-        Of a recording of sequences it is the sequences that are known again.
-        """
+        """Return the keys by which examples are recognised: texts, rounded scores, predictions; the surest first."""
         keys = {} if self.examples is None or self.sequences is not None else {"texts": text_keys(self.examples)}
         if self.labels is not None and not (self.logits is None and self.label_log_probs is None):
             whole = np.stack([self.labels, self.predicted[:, -1]], axis=1)
@@ -319,14 +397,23 @@ class Trajectory:
 
     @property
     def row_sketch(self) -> dict[str, KeySketch]:
-        """A sample of `row_keys`, small enough for a file; `num_shared` takes it in the place of the recording."""
+        """Return a sample of `row_keys`, small enough for a file; `num_shared` takes it in place of the recording."""
         return {kind: keys.sketch() for kind, keys in self.row_keys.items()}
 
     def num_shared(self, other: "Trajectory | Mapping[str, KeySketch]") -> int:
-        """How many examples of this recording are in the other, too, beyond what draws from the same few inputs share.
+        """Count the examples that another recording holds, too, beyond what chance explains.
 
-        The other may be the sketch of a recording. Found by content: by the texts where both have them, else by
-        rounded answers, so that copies, another precision and small shifts do not hide it.
+        Examples are recognised by their texts if both recordings have them, else by rounded answers.
+
+        Parameters
+        ----------
+        other
+            Another recording, or the `row_sketch` of one.
+
+        Returns
+        -------
+        int
+            The number of shared examples of this recording.
         """
         theirs = (
             other.row_keys
@@ -340,7 +427,18 @@ class Trajectory:
         return round(theirs[kind].num_shared(ours) / ours.units * self.num_examples)
 
     def same_data(self, other: "Trajectory") -> bool:
-        """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
+        """Tell whether two recordings hold the same data.
+
+        Parameters
+        ----------
+        other
+            Another recording.
+
+        Returns
+        -------
+        bool
+            True for the same split of the same model, or for the same labels and answers.
+        """
         if self is other:
             return True
         model, names = self.provenance.get("weights_sha256"), ("benchmark", "text_sha256", "tokens_sha256")
@@ -356,10 +454,22 @@ class Trajectory:
         return np.allclose(self.logits, other.logits, rtol=1e-3, atol=1e-3)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
+        """Write the recording to a folder, whole or not at all. An existing recording is replaced.
+
+        Parameters
+        ----------
+        folder
+            The folder of the recording.
+
+        Raises
+        ------
+        UserError
+            If the folder holds something else.
+        """
         arrays = {name: values for name, values in self._arrays.items() if name != "hidden"}
         arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
-        files: dict[str, Any] = {TRAJECTORY: arrays}
+        arrays = {name: _narrow(values) for name, values in arrays.items()}
+        files: dict[str, Any] = {TRAJECTORY: dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))}
         if self.hidden is not None:
             files[HIDDEN] = {"hidden": self.hidden}
         if self.examples is not None:
@@ -369,7 +479,23 @@ class Trajectory:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """The recording in `folder`, after every file was checked against its hash."""
+        """Read a recording and check every file against its hash.
+
+        Parameters
+        ----------
+        folder
+            The folder of the recording.
+
+        Returns
+        -------
+        Trajectory
+            The recording; its arrays are memory-mapped.
+
+        Raises
+        ------
+        UserError
+            If a file is missing or was altered.
+        """
         path = Path(folder)
         return read_whole(path, lambda: cls._read(path))
 
@@ -390,6 +516,15 @@ class Trajectory:
             )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+
+
+def _narrow(values: Array) -> Array:
+    """Whole numbers in the smallest type that holds all of them; other arrays as they are."""
+    if values.dtype != np.int64:
+        return values
+    low, high = values.min(), values.max()
+    kinds = (np.int8, np.int16, np.int32, np.int64)
+    return values.astype(next(kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max))
 
 
 def _some_rows(values: Array) -> Iterator[slice]:

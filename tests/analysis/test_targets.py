@@ -119,7 +119,7 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
     for gap in filter(None, diagnosis.gaps.values()):
         assert diagnosis.chance < gap.accuracy <= gap.target == diagnosis.target.accuracy
     text = " ".join(str(diagnosis).split())
-    assert text.startswith("The readout is to blame: the model's own gate takes ")
+    assert text.startswith("The readout is to blame: the model's own gate is worse than ")
     assert (
         f"The target is {100 * diagnosis.target.accuracy:.2f} %, 1 point below full depth on validation data." in text
     )
@@ -188,7 +188,7 @@ def test_an_interval_of_zero_is_not_open() -> None:
     gap = diagnosis.readout_gap
     assert gap is not None
     assert (gap.low, gap.high, gap.first, gap.second) == (0, 0, "gate", "fixed")
-    assert "the model's own gate takes as many loops as fixed to reach 99 %" in diagnosis.sentence
+    assert "the model's own gate is as good as fixed at 99 % (as many loops)" in diagnosis.sentence
     assert "open" not in diagnosis.sentence
 
 

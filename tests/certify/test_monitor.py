@@ -154,7 +154,7 @@ def test_of_a_guarantee_on_average_the_exits_alone_are_watched_with_all_of_alpha
     average = ls.conformal_risk_control(settling(3_000, 0), 0.02, readout="margin")
     with pytest.raises(UserError, match="on average over calibrations, not for each one"):
         ls.Monitor(average).update([1], [np.nan])
-    with pytest.raises(UserError, match="watch exits alone"):
+    with pytest.raises(UserError, match="watch the exits alone"):
         ls.Monitor(average).replay(settling(100, 1), audit=0.5)
     stream = settling(3_000, 8, wrong=0.1)  # losses far above the guarantee, exits as they were
     monitor = ls.Monitor(average)

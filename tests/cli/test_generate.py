@@ -196,6 +196,19 @@ def test_prompts_have_rules_of_their_own(checkpoint: str, tmp_path: Path, comman
         assert "line 1 has a rule of its own that is none" in command.refused(*words)
 
 
+def test_a_policy_that_was_saved_with_the_model(checkpoint: str, tmp_path: Path, command: Command) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (folder / "exit_policy").mkdir()
+    ls.ExitPolicy("fixed", 2, scope=Scope(cache="latest")).save(folder / "exit_policy" / "policy.json")
+    (folder / "generation_config.json").write_text('{"policy": "exit_policy/policy.json"}')
+    words = ("generate", str(folder), "The sun", "--max-new-tokens", "3")
+    assert command.json(*words)["loops"] == [2, 2, 2]
+    assert command.json(*words, "--loops", "4")["loops"] == [4, 4, 4]
+    assert "with the cache 'latest'" in command.refused(*words, "--cache", "full")
+    (folder / "exit_policy" / "policy.json").unlink()
+    assert "names the exit policy 'exit_policy/policy.json', and there is no such file" in command.refused(*words)
+
+
 def test_a_policy_that_saves_no_time_is_named(checkpoint: str, command: Command) -> None:
     """Every other token goes deep, and makes the one before it catch up."""
     words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")

@@ -11,6 +11,7 @@ from conftest import tiny_text
 from tiny_language import write_decoder, write_gguf
 
 import loopscope as ls
+from loopscope.errors import install_command
 
 from .conftest import Command, run
 
@@ -111,4 +112,4 @@ def test_gguf(llama: Path, tmp_path: Path, command: Command, monkeypatch: pytest
     assert "cannot be read" in command.refused("loop", folder / "other.gguf", *THREE, "--out", tmp_path / "b")
     monkeypatch.setitem(sys.modules, "gguf", None)
     wanted = command.refused("loop", folder / "tiny.gguf", *THREE, "--out", tmp_path / "b")
-    assert "pip install 'loopscope[gguf]'" in wanted
+    assert install_command("gguf") in wanted

@@ -23,7 +23,7 @@ from loopscope.cli import VERBS, inputs, main, make_parser, options, selfcheck
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, print_text
 from loopscope.engine import generation
 from loopscope.engine.decoder import CACHE_MODES
-from loopscope.errors import UserError
+from loopscope.errors import UserError, install_command
 from loopscope.models.checkpoint import DTYPES
 from loopscope.progress import track
 from loopscope.scope import CacheMode
@@ -176,7 +176,7 @@ def test_a_missing_extra_is_one_sentence(command: Command, monkeypatch: pytest.M
 
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("torch.nn"))
     said = command.refused("train", "demo", "--out", "nowhere")
-    assert said == "loopscope: This needs torch; install it with: pip install 'loopscope[torch]'."
+    assert said == f"loopscope: This needs torch; install it with: {install_command('torch')}."
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("loopscope.nowhere"))
     with pytest.raises(ModuleNotFoundError):  # a bug of ours
         run("train", "demo", "--out", "nowhere")

@@ -96,7 +96,7 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Comm
     assert "No alarm in 400 examples (exits alone are watched)" in out
     assert "risk" not in out.split("alarm at", 1)[1]
     refused = command.refused("monitor", tmp_path / "unlike", "--policy", average, "--audit", 1)
-    assert "losses cannot say whether something changed; watch exits alone" in refused
+    assert "Losses cannot show a change then; watch the exits alone" in refused
 
 
 def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, command: Command) -> None:

@@ -41,8 +41,8 @@ def asked(shared: int = 0) -> list[ls.Request]:
 
 
 USES: dict[str, Callable[[LoopedModel, ls.ExitPolicy], Any]] = {
-    "rows": lambda model, policy: list(ls.run(model, policy, [ls.Request(key, [row]) for key, row in enumerate(ROWS)])),
-    "questions": lambda model, policy: list(ls.run(model, policy, asked(2), greedy=True)),
+    "rows": lambda model, policy: list(ls.run(model, [ls.Request(key, [row]) for key, row in enumerate(ROWS)], policy)),
+    "questions": lambda model, policy: list(ls.run(model, asked(2), policy, greedy=True)),
     "text": lambda model, policy: ls.generate(model, [ls.Prompt(0, ROWS[0])], policy, max_new_tokens=2),
     "drawn text": lambda model, policy: ls.generate(
         model, [ls.Prompt(0, ROWS[0])], policy, max_new_tokens=2, sampling=Sampling(temperature=1.0, top_k=5)

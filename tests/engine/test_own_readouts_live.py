@@ -71,7 +71,7 @@ def test_from_ten_lines_to_a_guarantee_that_runs(own: None, model: LoopedTransfo
     tokens, lengths = drawn(2, 600)
     requests = [Request(row, (tokens[row, : lengths[row]],)) for row in range(600)]
     for batch_size in (64, 600):
-        agreement = compare_with_replay(run(model, policy, requests, batch_size), policy, test)
+        agreement = compare_with_replay(run(model, requests, policy, batch_size), policy, test)
         assert (agreement.examples, agreement.differing, agreement.close) == (600, 0, 0)
         assert 1 < agreement.average_loops == agreement.replayed_average_loops < 6
 
@@ -86,7 +86,7 @@ def test_rows_exit_where_the_replay_says(readout: str, own: None, model: LoopedT
     tokens, lengths = drawn(3, 200)
     requests = [Request(row, (tokens[row, : lengths[row]],)) for row in np.random.default_rng(0).permutation(200)]
     for batch_size in (37, 200):
-        agreement = compare_with_replay(run(model, policy, requests, batch_size), policy, test)
+        agreement = compare_with_replay(run(model, requests, policy, batch_size), policy, test)
         assert agreement.differing == 0
         assert agreement.close <= 2
 
@@ -100,7 +100,7 @@ def test_questions_with_few_and_many_choices_share_a_batch(readout: str, own: No
     ]
     logits = np.full((60, 6, 5), -np.inf, np.float32)
     for depth in range(1, 7):
-        for answer in run(model, ls.ExitPolicy("fixed", depth), asked):
+        for answer in run(model, asked, ls.ExitPolicy("fixed", depth)):
             logits[answer.key, depth - 1, : len(answer.logits)] = answer.logits
     recording = ls.Trajectory(logits=logits, labels=np.zeros(60, int))
     values = ls.signal(readout, recording)[:, :-1]
@@ -108,7 +108,7 @@ def test_questions_with_few_and_many_choices_share_a_batch(readout: str, own: No
     policy = ls.ExitPolicy(readout, float(found[len(found) // 2 - 1 : len(found) // 2 + 1].mean()))
     assert len(set(policy.exit_loops(recording))) > 1
     for batch_size in (1, 7, 60):
-        assert compare_with_replay(run(model, policy, asked, batch_size), policy, recording).differing == 0
+        assert compare_with_replay(run(model, asked, policy, batch_size), policy, recording).differing == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_mean_state_can_be_run() -> None:
     )
     values = ls.signal("hidden_change", recorded)[:, 1:2]
     rule = ls.ExitPolicy("hidden_change", float(np.median(values)), scope=scope_of(recorded))
-    answers = {answer.key: answer.loop for answer in ls.run(MODEL, rule, asked)}
+    answers = {answer.key: answer.loop for answer in ls.run(MODEL, asked, rule)}
     replayed = rule.exit_loops(recorded)
     assert [answers[key] for key in range(len(ROWS))] == replayed.tolist()
     assert len(set(replayed)) > 1
@@ -49,12 +49,12 @@ def test_a_policy_for_any_model_keeps_the_kind_of_decision() -> None:
     rule, waiting = calibrated(), iter(ASKED)
     assert rule.guarantee is not None
     with pytest.raises(ls.UserError, match="calibrated for 3 loops, and here full depth is 2"):
-        next(ls.run(MODEL, rule, waiting, num_loops=2))
+        next(ls.run(MODEL, waiting, rule, num_loops=2))
     assert len(list(waiting)) == len(ASKED)  # nothing was taken
     anywhere = rule.for_any_model()
     assert anywhere.guarantee is None
-    assert len(list(ls.run(outspoken().bfloat16(), anywhere, ASKED))) == len(ASKED)
-    assert {answer.loop for answer in ls.run(MODEL, anywhere, ASKED, num_loops=2)} <= {1, 2}
+    assert len(list(ls.run(outspoken().bfloat16(), ASKED, anywhere))) == len(ASKED)
+    assert {answer.loop for answer in ls.run(MODEL, ASKED, anywhere, num_loops=2)} <= {1, 2}
     with pytest.raises(ls.UserError, match="calibrated on answers"):
         ls.generate(MODEL, [ls.Prompt(0, ROWS[0])], anywhere)
 
@@ -62,9 +62,9 @@ def test_a_policy_for_any_model_keeps_the_kind_of_decision() -> None:
 def test_a_policy_made_by_hand_binds_nobody() -> None:
     rule = ls.ExitPolicy("margin", 1.0)
     assert rule.scope == Scope()
-    assert len(list(ls.run(MODEL, rule, ASKED))) == len(ASKED)
+    assert len(list(ls.run(MODEL, ASKED, rule))) == len(ASKED)
     asked = [ls.choices(key, row, CHOICES, (3.0, 1.0, 7.0), score="per_character") for key, row in enumerate(ROWS)]
-    assert len(list(ls.run(MODEL, rule, asked))) == len(ROWS)
+    assert len(list(ls.run(MODEL, asked, rule))) == len(ROWS)
     assert ls.generate(MODEL, [ls.Prompt(0, ROWS[0])], rule, max_new_tokens=3, cache="propagate")
 
 

@@ -52,9 +52,9 @@ def test_the_answers_are_those_without_sharing(name: str, rows: bool) -> None:
     exits = set()
     for readout, threshold in POLICIES.items():
         policy = ls.ExitPolicy(readout, threshold)
-        plain = by_key(list(run(model, policy, map(unshared, asked), 1)))
+        plain = by_key(list(run(model, map(unshared, asked), policy, 1)))
         for batch_size, batch_tokens in ((5, None), (100, 120)):
-            answers = by_key(list(run(model, policy, asked, batch_size, batch_tokens=batch_tokens)))
+            answers = by_key(list(run(model, asked, policy, batch_size, batch_tokens=batch_tokens)))
             for ours, theirs in zip(answers, plain, strict=True):
                 assert (ours.key, ours.loop) == (theirs.key, theirs.loop)
                 assert ours.logits == pytest.approx(theirs.logits, abs=5e-5)
@@ -84,7 +84,7 @@ def test_a_beginning_runs_once_and_as_deep_as_the_deepest(
 ) -> None:
     """Even where the requests of one text still run while those of the next come in."""
     (model, taken), asked = steps, questions()
-    loops = {answer.key: answer.loop for answer in run(model, ls.ExitPolicy(readout, threshold), asked, batch_size)}
+    loops = {answer.key: answer.loop for answer in run(model, asked, ls.ExitPolicy(readout, threshold), batch_size)}
     deepest = [max(loops[key] for key in keys) for keys in (range(4), range(4, 8))]
     assert [taken.count((True, length)) for length in (FIRST, SECOND)] == deepest
     own = sum(len(request.tokens) * loops[request.key] for request in asked)
@@ -107,7 +107,7 @@ def test_choices_may_differ_in_their_contexts() -> None:
     rows = [np.concatenate((context, part, ending)) for part in (one, other)]
     asked = Request(0, rows, np.array([3, 3]))
     assert asked.trunk == 7
-    (answer,) = run(model, ls.ExitPolicy("fixed", 2), [asked])
+    (answer,) = run(model, [asked], ls.ExitPolicy("fixed", 2))
     for row, score in zip(rows, answer.logits, strict=True):
         with torch.inference_mode():
             log_p = model.loops(torch.from_numpy(row)[None]).logits[1, 0].double().log_softmax(-1)
@@ -142,7 +142,7 @@ def test_choices_of_one_token_and_rows_that_fill_the_block(shared: int) -> None:
         row = torch.from_numpy(context)[None]
         each[0][0] = int(model.loops(row).logits[-1, 0, -1].argmax())  # what the model would say itself
     asked = [choices(key, contexts[key], parts[key], shared=shared) for key in range(3)]
-    answers = {answer.key: answer for answer in run(model, full(model), asked, greedy=True)}
+    answers = {answer.key: answer for answer in run(model, asked, full(model), greedy=True)}
     for key, answer in answers.items():
         expected = [plainly(model, contexts[key], choice) for choice in parts[key]]
         np.testing.assert_allclose(answer.logits, [likely for likely, _ in expected], rtol=1e-5)
@@ -150,10 +150,10 @@ def test_choices_of_one_token_and_rows_that_fill_the_block(shared: int) -> None:
         assert answer.greedy.tolist() == [greedy for _, greedy in expected]
     assert answers[0].greedy is not None
     assert answers[0].greedy[0]
-    assert next(iter(run(model, full(model), asked))).greedy is None
+    assert next(iter(run(model, asked, full(model)))).greedy is None
     too_long = choices(0, contexts[0], [rng.integers(0, 600, 6)])
     with pytest.raises(ls.UserError, match="block size is 20"):
-        list(run(model, full(model), [too_long]))
+        list(run(model, [too_long], full(model)))
 
 
 @torch.no_grad()
@@ -161,10 +161,10 @@ def test_a_mean_over_choices_needs_them_whole() -> None:
     model, rng = outspoken(), np.random.default_rng(1)
     context, parts = rng.integers(0, 600, 6), [rng.integers(0, 600, length) for length in (3, 1)]
     with pytest.raises(ls.UserError, match="whole=True"):
-        list(run(model, ls.ExitPolicy("gate", 0.5), [choices(0, context, parts)], mean=True))
+        list(run(model, [choices(0, context, parts)], ls.ExitPolicy("gate", 0.5), mean=True))
     whole = choices(0, context, parts, whole=True)
     for mean in (False, True):
-        (answer,) = run(model, full(model), [whole], mean=mean)
+        (answer,) = run(model, [whole], full(model), mean=mean)
         np.testing.assert_allclose(answer.logits, [plainly(model, context, part)[0] for part in parts], rtol=1e-5)
 
 

@@ -59,7 +59,7 @@ def test_every_request_exits_where_the_replay_says(
     assert len(set(policy.exit_loops(recorded))) > 1
     replayed, shuffled = policy.exit_loops(recorded), np.random.default_rng(0).permutation(len(requests))
     for batch_size, order in ((1, shuffled[:30]), (7, shuffled), (1000, np.arange(len(requests)))):
-        answers = list(run(model, policy, (requests[row] for row in order), batch_size))
+        answers = list(run(model, (requests[row] for row in order), policy, batch_size))
         assert sorted(answer.key for answer in answers) == sorted(order)
         for answer in answers:
             assert answer.loop == replayed[answer.key]
@@ -77,9 +77,9 @@ def test_a_monitor_fed_by_the_engine_sees_what_it_sees_in_a_recording(
     live, full_depth = ls.Monitor(policy, alpha=0.1), ls.ExitPolicy("fixed", recorded.num_loops)
     for part in (requests[:40], requests[40:]):
         batch = [Request(number, request.rows) for number, request in enumerate(part)]
-        answers = sorted(run(model, policy, batch), key=lambda answer: answer.key)
+        answers = sorted(run(model, batch, policy), key=lambda answer: answer.key)
         losses = np.full(len(batch), np.nan)
-        for answer in run(model, full_depth, batch):
+        for answer in run(model, batch, full_depth):
             losses[answer.key] = answer.prediction != answers[answer.key].prediction
         live.update([answer.loop for answer in answers], losses)
     assert live.result == ls.Monitor(policy, alpha=0.1).replay(recorded, stream=True)
@@ -97,7 +97,7 @@ def test_a_stream_without_end_is_answered(model: LoopedModel, requests: list[Req
             yield Request(number, requests[number % len(requests)].rows)
 
     most = 0
-    for answered, _ in enumerate(islice(run(model, policy_of("margin", recorded), endless(), 16), 300)):
+    for answered, _ in enumerate(islice(run(model, endless(), policy_of("margin", recorded), 16), 300)):
         most = max(most, pulled - answered)
     assert 1 < most <= 17
 
@@ -116,13 +116,13 @@ def test_the_batch_is_kept_full(
         monkeypatch.setattr(model, name, counted)
     policy = policy_of("margin", recorded)
     loops = policy.exit_loops(recorded)
-    list(run(model, policy, requests, 20))
+    list(run(model, requests, policy, 20))
     begun, finished, whole = rows.values()
     assert sum(begun) == loops.sum()  # nobody runs a loop more than needed
     assert set(begun[: -recorded.num_loops]) == {20}  # until the queue is empty
     assert sum(finished) == (loops - 1).sum()  # nor the rest of a loop
     assert not whole
-    list(run(model, ls.ExitPolicy("fixed", 3), requests[:20], 20))
+    list(run(model, requests[:20], ls.ExitPolicy("fixed", 3), 20))
     assert (begun[-1], whole) == (20, [20, 20])  # where nobody may exit, loops are not divided
 
 
@@ -130,9 +130,9 @@ def test_a_model_whose_loops_are_not_divided_answers_alike(
     model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = policy_of("margin", recorded)
-    divided = {answer.key: answer for answer in run(model, policy, requests, 20)}
+    divided = {answer.key: answer for answer in run(model, requests, policy, 20)}
     monkeypatch.setattr(model, "early_pooled", lambda state, positions: None)
-    for answer in run(model, policy, requests, 20):
+    for answer in run(model, requests, policy, 20):
         assert answer.loop == divided[answer.key].loop
         assert np.allclose(answer.logits, divided[answer.key].logits, atol=1e-5)
 
@@ -156,7 +156,7 @@ def test_only_what_the_policy_needs_is_computed(
 
         monkeypatch.setattr(model, name, counted)
     policy = policy_of(readout, recorded)
-    list(run(model, policy, requests, 20))
+    list(run(model, requests, policy, 20))
     loops = int(policy.exit_loops(recorded).sum())
     assert asked["predict"] == (loops if all_logits else len(requests))
     assert asked["halt"] == (loops if readout == "gate" else 0)
@@ -175,7 +175,7 @@ def test_impossible_requests_are_refused() -> None:
 def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: list[Request]) -> None:
     answered = []
     with pytest.raises(ls.UserError, match="vocabulary"):
-        for answer in run(model, ls.ExitPolicy("margin", 1.0), [*requests[:5], Request(9, [np.array([99])])], 6):
+        for answer in run(model, [*requests[:5], Request(9, [np.array([99])])], ls.ExitPolicy("margin", 1.0), 6):
             answered.append(answer.key)
     assert sorted(answered) == [0, 1, 2, 3, 4]
 
@@ -187,7 +187,7 @@ def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None
     model.predict = lambda read: read @ head.T  # type: ignore[method-assign]
     with torch.no_grad():
         model.embedding.weight[2] = torch.inf
-        answers = run(model, ls.ExitPolicy("fixed", 2), [Request(0, [row]), Request(1, [np.full(6, 2)])], 4)
+        answers = run(model, [Request(0, [row]), Request(1, [np.full(6, 2)])], ls.ExitPolicy("fixed", 2), 4)
         answer = next(answers)
         with pytest.raises(ls.UserError, match="not finite"):
             next(answers)
@@ -196,9 +196,9 @@ def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None
 
 
 def test_tokens_of_any_whole_type(model: LoopedModel, requests: list[Request]) -> None:
-    (same,) = run(model, ls.ExitPolicy("fixed", 1), [requests[0]])
+    (same,) = run(model, [requests[0]], ls.ExitPolicy("fixed", 1))
     for dtype in (np.uint8, np.int32, np.uint64):
-        (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
+        (answer,) = run(model, [Request(0, [requests[0].rows[0].astype(dtype)])], ls.ExitPolicy("fixed", 1))
         assert np.array_equal(answer.logits, same.logits)
     with pytest.raises(ls.UserError, match="must be whole numbers"):
         Request(0, [np.array([1.0])])
@@ -211,7 +211,7 @@ def test_only_who_exits_needs_scores() -> None:
     model.predict = lambda pooled: asked.append(len(pooled)) or real(pooled)  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     questions = [choices(key, rng.integers(0, 50, 5), [rng.integers(0, 50, 2) for _ in range(3)]) for key in range(20)]
-    loops = [answer.loop for answer in run(model, ls.ExitPolicy("gate", 0.5), questions, 12)]
+    loops = [answer.loop for answer in run(model, questions, ls.ExitPolicy("gate", 0.5), 12)]
     assert len(set(loops)) > 1
     assert sum(asked) == 20 * (1 + 3)  # the first tokens of all choices are predicted at one place
 

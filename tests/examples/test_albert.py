@@ -62,7 +62,7 @@ def test_the_adapter_keeps_the_protocol(model: ls.LoopedModel) -> None:
     assert max(check.measured for check in ls.check_model(model)) < 1e-5
     question = choices(0, np.array([2, 1]), [np.array([0]), np.array([1])])
     with pytest.raises(ls.UserError, match="LoopedAlbert declares no branches"):
-        list(ls.run(model, ls.ExitPolicy("fixed", 1), [question]))
+        list(ls.run(model, [question], ls.ExitPolicy("fixed", 1)))
 
 
 def test_other_alberts_are_refused(albert: ModuleType) -> None:

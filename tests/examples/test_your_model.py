@@ -123,7 +123,7 @@ def test_the_full_tier_writes_and_scores_as_the_plain_pass() -> None:
     assert text.tokens == plain_text(model, 12)
     assert len(set(text.tokens)) > 3  # a text of one token would prove little
     for shared in (0, 4):
-        (answer,) = ls.run(model, ls.ExitPolicy("fixed", 4), [question(shared)])
+        (answer,) = ls.run(model, [question(shared)], ls.ExitPolicy("fixed", 4))
         assert answer.logits == pytest.approx(plain_scores(model), abs=1e-4)
 
 
@@ -134,7 +134,7 @@ def test_what_is_not_declared_is_refused(kind: type[LoopedModel]) -> None:
     with pytest.raises(ls.UserError, match="Writing text cannot be run with this model.*declares no KV cache"):
         ls.generate(model, [ls.Prompt(0, PROMPT)])
     with pytest.raises(ls.UserError, match="Questions with choices cannot be run.*declares no branches"):
-        list(ls.run(model, ls.ExitPolicy("fixed", 4), [question()]))
+        list(ls.run(model, [question()], ls.ExitPolicy("fixed", 4)))
 
 
 @pytest.mark.parametrize("kind", [DeclaredPacked, DeclaredUnpacked])
@@ -143,7 +143,7 @@ def test_a_false_declaration_is_refused_by_the_functions_that_ignore_it(kind: ty
     for run in (
         lambda: ls.check_model(model),
         lambda: ls.generate(model, [ls.Prompt(0, PROMPT)]),
-        lambda: list(ls.run(model, ls.ExitPolicy("fixed", 4), [question()])),
+        lambda: list(ls.run(model, [question()], ls.ExitPolicy("fixed", 4))),
     ):
         with pytest.raises(ls.UserError, match=r"knows rows alone, and these have (a KV cache|branches)"):
             run()
@@ -264,7 +264,7 @@ def test_classes_that_are_no_tokens_are_neither_written_nor_scored() -> None:
     for use in (
         lambda: ls.check_model(model),
         lambda: ls.generate(model, [ls.Prompt(0, PROMPT)]),
-        lambda: list(ls.run(model, ls.ExitPolicy("fixed", 4), [question()])),
+        lambda: list(ls.run(model, [question()], ls.ExitPolicy("fixed", 4))),
     ):
         with pytest.raises(ls.UserError, match="answers with 3 classes and has 60 tokens"):
             use()

@@ -14,7 +14,7 @@ from tiny_language import tiny_ouro, write_ouro
 
 import loopscope as ls
 from loopscope.models.checkpoint import save_model, weight_files, weights_sha256
-from loopscope.models.checkpoint_folder import end_tokens
+from loopscope.models.checkpoint_folder import beside_weights, end_tokens
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.transformer import Gate
 from loopscope.training.run_folder import read_run_settings
@@ -159,6 +159,16 @@ def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object
     configured(eos_token_id=ends)(folder)
     with pytest.raises(ls.UserError, match="eos_token_id"):
         end_tokens(folder)
+
+
+def test_a_checkpoint_that_is_made_of_another_has_no_policy_of_it(tmp_path: Path) -> None:
+    folder, name = write_ouro(tmp_path), "generation_config.json"
+    for config in ('{"top_k":3}', '{"policy": "exit_policy/policy.json", "cache": "latest", "top_k": 3}'):
+        (folder / name).write_text(config)
+        kept = beside_weights(folder, name)
+        assert json.loads(kept) == {"top_k": 3}
+    (folder / name).write_text('{"top_k":3}')
+    assert beside_weights(folder, name) == b'{"top_k":3}'
 
 
 @pytest.mark.parametrize("place", ["vocab_size", "block_size", "model layers", "run model loops", "run task modulus"])

@@ -86,4 +86,4 @@ def test_the_published_size() -> None:
 def test_it_has_no_gate(model: Huginn) -> None:
     assert gate_tensors(FOLDER) == {}
     with pytest.raises(ls.UserError, match="no gate"):
-        list(ls.run(model, ls.ExitPolicy("gate", 0.5), [Request(0, [np.array([1, 2])])]))
+        list(ls.run(model, [Request(0, [np.array([1, 2])])], ls.ExitPolicy("gate", 0.5)))

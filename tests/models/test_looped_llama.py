@@ -125,7 +125,7 @@ def test_live_exits_are_those_of_the_replay(readout: str, monkeypatch: pytest.Mo
         model, "head_input", lambda state, at=None: read.append(len(state.loop)) or head_input(state, at)
     )
     requests = [ls.Request(row, [rows[row, :length]]) for row, length in enumerate(lengths)]
-    answers = list(ls.run(model, policy, requests, batch_size=7))
+    answers = list(ls.run(model, requests, policy, batch_size=7))
     assert compare_with_replay(answers, policy, recorded).differing == 0
     assert sum(read) == (policy.exit_loops(recorded).sum() if readout == "margin" else 60)
 

@@ -111,7 +111,7 @@ def test_every_architecture_trains_and_its_replay_is_live(changes: tuple[str, ..
     for readout in ("gate", "margin", "hidden_change"):
         values = ls.signal(readout, recording)
         policy = ls.ExitPolicy(readout, float(np.median(values[:, 1])))
-        agreement = compare_with_replay(ls.run(model, policy, requests, batch_size=32), policy, recording)
+        agreement = compare_with_replay(ls.run(model, requests, policy, batch_size=32), policy, recording)
         assert agreement.differing == 0
         assert 1 < agreement.average_loops < 3
     assert recording.provenance["weights_sha256"] == model.weights_sha256

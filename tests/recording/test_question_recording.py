@@ -127,7 +127,7 @@ def test_replay_equals_live(
         loops = policy.exit_loops(recorded)
         assert len(set(loops)) > 1
         for batch_size in (1, 3, 100):
-            answers = list(run(model, policy, requests, batch_size))
+            answers = list(run(model, requests, policy, batch_size))
             assert compare_with_replay(answers, policy, recorded).differing == 0
             for answer in answers:
                 expected = recorded.logits[answer.key, answer.loop - 1, : len(answer.logits)]

@@ -169,9 +169,9 @@ def test_a_model_is_recorded_deeper_and_less_deep_than_it_was_trained(gated_run:
         assert policy.guarantee is not None
         assert policy.guarantee.loops == depth
         with pytest.raises(ls.UserError, match=f"calibrated for {depth} loops, and here full depth is 3"):
-            list(ls.run(model, policy, requests))
+            list(ls.run(model, requests, policy))
         gate = ls.ExitPolicy("gate", float(np.median(ls.signal("gate", recording)[:, depth - 2])))
-        agreement = compare_with_replay(ls.run(model, gate, requests, num_loops=depth), gate, recording)
+        agreement = compare_with_replay(ls.run(model, requests, gate, num_loops=depth), gate, recording)
         assert agreement.differing == 0
         assert 1 <= agreement.average_loops <= depth
     assert agreement.average_loops > 3

@@ -30,8 +30,10 @@ def started(path: str) -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, page: Path, width: int = 1400, height: int = 900, **options: Any) -> Iterator[Page]:
-    """The page, ready; afterwards, whatever it asked for or complained of fails the test."""
+def opened(
+    browser: Browser, page: Path, width: int = 1400, height: int = 900, folded: bool = False, **options: Any
+) -> Iterator[Page]:
+    """The page, ready and unfolded; afterwards, whatever it asked for or complained of fails the test."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     tab = context.new_page()
     asked: list[str] = []
@@ -47,6 +49,8 @@ def opened(browser: Browser, page: Path, width: int = 1400, height: int = 900, *
         tab.wait_for_timeout(100)
     assert not complaints, complaints
     assert tab.locator("body[data-ready]").count() == 1
+    if not folded:
+        tab.evaluate("document.querySelectorAll('details.fold').forEach((fold) => (fold.open = true))")
     try:
         yield tab
         tab.wait_for_timeout(300)

@@ -26,6 +26,7 @@ from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import OUTCOMES
 from loopscope.paper.counterparts import PRODUCTS
 from loopscope.policy import accuracy_and_loops
+from loopscope.report.verdicts import needed_loops
 from loopscope.threshold_grids import available_readouts
 
 pytestmark = pytest.mark.long
@@ -381,6 +382,80 @@ def test_everything_can_be_reached_by_keyboard(tab: Page) -> None:
     assert tab.locator("#depth-table th").nth(1).get_attribute("aria-sort") == "ascending"
 
 
+@pytest.mark.parametrize(("width", "longest"), [(1400, 1400), (390, 3500)])
+def test_it_opens_with_a_picture_and_a_line_a_model(
+    report: tuple[Path, Results], browser: Browser, width: int, longest: int
+) -> None:
+    with opened(browser, report[0], width=width, folded=True) as tab:
+        assert (
+            tab.locator("h1").inner_text() == "How many loops do a and b need to reach 60\N{NO-BREAK SPACE}% accuracy?"
+        )
+        assert tab.title() == "2 models: LoopScope report"
+        assert tab.locator("#hero svg").bounding_box()["y"] < 250  # type: ignore[index]
+        lines = tab.locator(".verdicts li").all_inner_texts()
+        drawn = " ".join(
+            mark.get_attribute("aria-label") or ""
+            for mark in tab.locator("#hero svg [aria-roledescription=point]").all()
+        )
+        for line, model in zip(lines, report[1].models, strict=True):
+            needed = needed_loops(model, report[1].targets)
+            assert needed is not None
+            assert line.split("\n")[0].endswith(model.label)
+            assert f"{needed.loops:.2f} [{needed.low:.2f}, {needed.high:.2f}] by {needed.readout}" in line
+            assert f"{needed.loops:.2f} [{needed.low:.2f}, {needed.high:.2f}]" in drawn
+        if width == 1400:
+            last = tab.locator(".verdicts li").last.bounding_box()
+            assert last is not None
+            assert last["y"] + last["height"] < 900
+        assert not tab.locator(".card").first.is_visible()
+        assert not tab.locator("#paper-shown").is_checked()
+        assert tab.evaluate("document.documentElement.scrollHeight") < longest
+        tab.click("#unfold")
+        assert tab.locator(".card").first.is_visible()
+        assert tab.locator("#unfold").inner_text() == "Fold all"
+
+
+def test_the_four_gaps_have_one_scale(tab: Page) -> None:
+    scales = {
+        tuple(chart.locator("svg .role-axis-label").last.locator("text").all_text_contents())
+        for chart in tab.locator("[data-gap]:has(svg)").all()
+    }
+    assert len(scales) == 1
+    assert tab.locator("[data-gap]:has(svg)").count() > 1
+
+
+def test_on_paper_it_is_unfolded_with_its_figures(report: tuple[Path, Results], browser: Browser) -> None:
+    with opened(browser, report[0], folded=True) as tab:
+        tab.locator("body[data-drawn]").wait_for()
+        figures = tab.locator(".chart.figure")
+        assert figures.count() > 1
+        assert tab.locator(".chart.figure svg").count() >= figures.count()
+        unfolded = "[...document.querySelectorAll('details.fold')].filter((fold) => fold.open).length"
+        tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+        tab.emulate_media(media="print")
+        assert tab.evaluate(unfolded) == tab.locator("details.fold").count()
+        assert not tab.locator("nav").is_visible()
+        cut = "[...document.querySelectorAll('.scroll')].filter((it) => getComputedStyle(it).overflow !== 'visible')"
+        assert tab.evaluate(f"{cut}.length") == 0
+        tab.emulate_media(media="screen")
+        tab.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert tab.evaluate(unfolded) == 0
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_terms_are_explained_where_they_stand(report: tuple[Path, Results], browser: Browser, width: int) -> None:
+    with opened(browser, report[0], width=width) as tab:
+        tip = tab.locator("#tip")
+        for term in tab.locator("#diagnosis-top .term").all():
+            term.focus()
+            assert tip.inner_text() == term.get_attribute("data-tip")
+            box = tip.bounding_box()
+            assert box is not None
+            assert 0 <= box["x"] <= box["x"] + box["width"] <= width
+        tab.keyboard.press("Escape")
+        assert not tip.is_visible()
+
+
 @pytest.mark.parametrize("width", [1400, 390])
 def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> None:
     page, _ = written(hostile(), tmp_path / "hostile")
@@ -506,7 +581,7 @@ def test_names_in_the_charts_of_gaps_are_whole_and_no_row_is_empty(tmp_path: Pat
 
 def test_without_difficulties_nothing_speaks_of_them(tmp_path: Path, browser: Browser) -> None:
     with opened(browser, written([bare("bare", difficulty=None)], tmp_path / "ungraded")[0]) as tab:
-        assert tab.locator("#trajectories h3").inner_text() == "Signals by loop"
+        assert tab.locator("#trajectories h4").inner_text() == "Signals by loop"
         assert "difficult" not in tab.locator("#trajectories").inner_text()
         assert "difficulty" not in " ".join(tab.locator("#forced-map svg text").all_text_contents())
 
@@ -611,7 +686,7 @@ def test_many_models_open_with_a_summary_and_filters(tmp_path: Path, browser: Br
     with opened(browser, page) as tab:
         blamed = [ls.diagnose(*each).verdict for each in models.values()].count("readout")
         assert f"Of 9 models, the readout is to blame in {blamed}" in tab.locator(".summary").inner_text()
-        rows, cards = tab.locator(".glance tbody tr:visible"), tab.locator(".card:visible")
+        rows, cards = tab.locator(".verdicts li:visible"), tab.locator(".card:visible")
         assert (rows.count(), cards.count()) == (6, 6)
         tab.click("#model-all")
         assert (rows.count(), cards.count()) == (9, 9)

@@ -22,8 +22,9 @@ from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables
 from loopscope.report.curves import frontier_panel
-from loopscope.report.page import page_head, render, scope, summary
+from loopscope.report.page import page_head, render, scope
 from loopscope.report.products import OVERVIEW
+from loopscope.report.verdicts import summary
 
 MODELS = {
     "demo": pair(right=0.99, rows=400, late_gate=True),

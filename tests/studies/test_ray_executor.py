@@ -13,6 +13,7 @@ from tiny_study import Waiting
 
 import loopscope
 from loopscope.cli import main
+from loopscope.errors import install_command
 from loopscope.progress import silent
 from loopscope.studies import executors
 
@@ -87,7 +88,7 @@ def test_without_ray_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(words(tmp_path, "--engine", "ray")) == 2
-    assert "pip install 'loopscope[ray]'" in capsys.readouterr().err
+    assert install_command("ray") in capsys.readouterr().err
 
 
 def test_an_address_where_nobody_is_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

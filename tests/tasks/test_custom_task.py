@@ -103,7 +103,7 @@ def test_nobody_imports_it_because_a_run_names_it(
     (tmp_path / "examples.txt").write_text("0 1 2\n4 4\n")
     record, answer = (
         ["record", "task", str(run), "--split", "test"],
-        ["run", str(run), "examples.txt", "--threshold", "1"],
+        ["answer", str(run), "examples.txt", "--threshold", "1"],
     )
     for words in (record, answer, ["bench", "exits", str(run)], [*record, "--with-task", "my_tasks:Sums"]):
         assert main(words) == 2

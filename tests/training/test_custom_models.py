@@ -188,7 +188,7 @@ def test_nothing_is_imported_because_a_checkpoint_names_it(
     refused = f"add --with-model {name} if you trust that module (in Python: loopscope.register_model('{name}'))."
     for words in (
         ["record", "task", str(run), "--split", "test"],
-        ["run", str(run), __file__, "--threshold", "1"],
+        ["answer", str(run), __file__, "--threshold", "1"],
         ["selfcheck", str(run)],
         ["record", "task", str(run), "--split", "test", "--with-model", "json:JSONDecoder"],
     ):
@@ -219,7 +219,7 @@ def test_what_is_loaded_is_what_was_trained(write: Write, tmp_path: Path) -> Non
     requests = list(task_requests(tiny_settings().task.split("test")))
     for readout in ("gate", "margin"):
         policy = ls.ExitPolicy(readout, float(np.median(ls.signal(readout, test)[:, 0])))
-        loops = {answer.key: answer.loop for answer in ls.run(model, policy, requests, batch_size=16)}
+        loops = {answer.key: answer.loop for answer in ls.run(model, requests, policy, batch_size=16)}
         assert [loops[key] for key in range(len(requests))] == policy.exit_loops(test).tolist()
         assert len(set(loops.values())) > 1
 

@@ -87,7 +87,7 @@ def test_the_engine_runs_it_as_the_replay_does(gated_run: Path, tmp_path: Path) 
     widest = int(np.diff(middle).argmax())
     policy = ls.ExitPolicy("gate:fit", float(middle[widest : widest + 2].mean()), gate)
     requests = list(task_requests(read_run_settings(gated_run).task.split("test")))
-    agreement = compare_with_replay(run(ls.load_model(gated_run), policy, requests, 16), policy, recordings["test"])
+    agreement = compare_with_replay(run(ls.load_model(gated_run), requests, policy, 16), policy, recordings["test"])
     assert (agreement.differing, agreement.close) == (0, 0)
     assert 1 < agreement.average_loops < 3
 

@@ -4,6 +4,7 @@ Resampling the examples resamples both at once, so what they have in common (whi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy
+from loopscope.tabular import Tabular
 from loopscope.trajectory import Trajectory
 
 
@@ -68,8 +70,32 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
-    """The first readout minus the second, with 95 % intervals."""
+class Comparison(Tabular):
+    """Hold the differences of two readouts, the first minus the second, with 95 % intervals.
+
+    `compare` makes it. It prints as its sentence and its table.
+
+    Parameters
+    ----------
+    selected
+        The difference at the thresholds that validation chose.
+    depth
+        The difference in D@X; None if the two reach no accuracy above chance together.
+    tested
+        The test data in words.
+    units
+        The number of units that were resampled.
+    without_depth
+        Why no depth is compared; empty if it is.
+
+    Examples
+    --------
+    >>> found = ls.compare(validation, test, "gate", "margin")
+    >>> found.depth.value > 0
+    True
+    >>> found.to_dict()["difference"]
+    ['accuracy', 'loops', 'depth']
+    """
 
     selected: Paired  # at the operating points that validation chose
     depth: Gap | None  # in D@X; None where they reach nothing above chance together
@@ -79,7 +105,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Which of the two is better in what, as far as the intervals tell."""
+        """Name the better readout, as far as the intervals tell."""
         if self.without_depth:
             return self.without_depth
         if self.units < MIN_UNITS:
@@ -88,7 +114,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The verdict, and what was compared."""
+        """Return the verdict, and what was compared."""
         both = self.selected
         return (
             f"{self.verdict} Compared on {self.tested}, of which {both.only_first_right:,} are right with {both.first} "
@@ -117,9 +143,23 @@ class Comparison:
         accuracy = _judged(self.selected.accuracy, first, second, "is more accurate", "are equally accurate")
         return f"At the thresholds that validation chose, {loops}; {accuracy}."
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """List the differences as columns: value and 95 % interval.
+
+        Returns
+        -------
+        dict[str, list]
+            A row for accuracy, for loops, and for D@X if it is compared.
+        """
+        found: dict[str, Estimate | Gap | None] = {"accuracy": self.selected.accuracy, "loops": self.selected.loops}
+        found["depth"] = self.depth
+        known = {name: each for name, each in found.items() if each is not None}
+        bounds = {name: [getattr(each, name) for each in known.values()] for name in ("value", "low", "high")}
+        return {"difference": list(known), **bounds}
+
     @property
     def rows(self) -> list[list[str]]:
-        """What is compared, the difference, and its interval."""
+        """Return the differences as rows of text: quantity, difference, interval."""
         accuracy, loops, gap = self.selected.accuracy, self.selected.loops, self.depth
         bounds = f"[{100 * accuracy.low:+z.2f}, {100 * accuracy.high:+z.2f}]"
         rows = [
@@ -133,6 +173,7 @@ class Comparison:
 
     @property
     def columns(self) -> list[str]:
+        """Return the names of the columns of `rows`."""
         return ["", f"{self.selected.first} - {self.selected.second}", "95 % interval"]
 
     def __str__(self) -> str:
@@ -160,10 +201,36 @@ def compare(
     other_name: str = "the other model",
     name: str = "this model",
 ) -> Comparison:
-    """Compares two readouts on the same test examples, resampled together.
+    """Compare two readouts on the same test examples, resampled together.
 
-    With `other` (validation, test) the second runs on another model's recordings of the same examples. Without a target
-    D@X is 1 point below full depth, of the two models the lower one.
+    Parameters
+    ----------
+    validation, test
+        Recordings of a model: the first chooses thresholds, the second measures.
+    first, second
+        Names of readouts.
+    other
+        Validation and test recordings of another model, of the same examples. The second readout runs on them (default:
+        on the same model).
+    target
+        The accuracy of D@X, or a `Target` (default: 1 point below full depth, of the lower model).
+    other_name, name
+        What the sentence calls the two models.
+
+    Returns
+    -------
+    Comparison
+        The first minus the second, in accuracy, in loops and in D@X.
+
+    Raises
+    ------
+    UserError
+        If both are the same readout, or if the examples differ.
+
+    Examples
+    --------
+    >>> ls.compare(validation, test, "gate", "margin").verdict[:43]
+    'margin takes fewer loops than gate to reach'
     """
     theirs = (validation, test) if other is None else other
     if first == second and (other is None or test.sha256 == theirs[1].sha256):

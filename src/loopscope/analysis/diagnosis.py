@@ -16,6 +16,7 @@ Thresholds are swept on a grid so fine that its steps do not matter.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, depth_gap, gap_between, with_stoppers
 from loopscope.analysis.targets import (
@@ -28,11 +29,22 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
+from loopscope.analysis.verdict_text import (
+    UNDECIDED,
+    Finding,
+    GapWords,
+    aligned,
+    gap_words,
+    rounded_percent,
+    verdict_sentence,
+    with_bounds,
+    wrapped,
+)
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.leaks import check_calibration
 from loopscope.readouts.signals import own_name
+from loopscope.tabular import Tabular
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"
@@ -43,7 +55,39 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Tabular):
+    """Hold the verdict on a model, and the gaps that it rests on.
+
+    `diagnose` makes it. It prints as its sentence and its table.
+
+    Parameters
+    ----------
+    target
+        The accuracy at which depths are compared.
+    chance
+        The accuracy of an answer that knows nothing.
+    best_readout
+        The readout that validation data choose.
+    readout_gap, trajectory_gap, room_left, reachable_room
+        Differences in average loops with 95 % intervals; None if they cannot be measured.
+    blamed
+        The blamed parts: "readout", "trajectory".
+    verdict
+        The blamed parts in words, "neither", "cannot tell" or "no verdict".
+    sentence
+        The verdict in a sentence.
+    weak_reference
+        Whether the reference is clearly less accurate, so that it cannot judge.
+
+    Examples
+    --------
+    >>> found = ls.diagnose(validation, test)
+    >>> found.verdict
+    'readout'
+    >>> found.to_dict()["gap"]
+    ['readout gap', 'room left', 'reachable room']
+    """
+
     target: TargetLevel
     chance: float
     best_readout: str
@@ -58,6 +102,7 @@ class Diagnosis:
 
     @property
     def gaps(self) -> dict[str, Gap | None]:
+        """Return all gaps by name; None for a gap that cannot be measured."""
         return {
             "readout gap": self.readout_gap,
             "trajectory gap": self.trajectory_gap,
@@ -65,16 +110,44 @@ class Diagnosis:
             "reachable room": self.reachable_room,
         }
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """List the gaps as columns: loops with a 95 % interval, and the accuracy of the comparison.
+
+        Returns
+        -------
+        dict[str, list]
+            A row for every gap that can be measured.
+        """
+        known = {name: gap for name, gap in self.gaps.items() if gap is not None}
+        columns = ("first", "second", "first_depth", "second_depth", "value", "low", "high", "accuracy", "target")
+        return {"gap": list(known), **{name: [getattr(gap, name) for gap in known.values()] for name in columns}}
+
     @property
     def compared_readouts(self) -> tuple[str, ...]:
-        """The best readouts that the gaps are of: that at the target, or where it is out of reach those lower down."""
+        """Return the best readouts that the gaps compare."""
         ours = [self.readout_gap and self.readout_gap.second, self.trajectory_gap and self.trajectory_gap.first]
         ours += [self.room_left and self.room_left.first]
         return tuple(dict.fromkeys(name for name in ours if name)) or (self.best_readout,)
 
     @property
+    def own_gate(self) -> GapWords | None:
+        """How the model's own gate does against the best readout on the same trajectory, in words."""
+        gap = self.readout_gap
+        return None if gap is None else gap_words(gap, "the best readout", self.room_left)
+
+    @property
+    def against_reference(self) -> GapWords | None:
+        """How the model's trajectory does against the reference's, in words; None where neither judges the other."""
+        gap = self.trajectory_gap
+        if self.weak_reference:
+            return GapWords(UNDECIDED, "(the reference is the less accurate one)")
+        if "trajectory" in self.blamed and (gap is None or not gap.blames):
+            return GapWords("less accurate than the reference", "at the best loop of each")
+        return None if gap is None else gap_words(gap, "the reference", self.room_left)
+
+    @property
     def room_sentence(self) -> str:
-        """How the room that is left splits; nothing where it cannot be told."""
+        """Describe how the room that is left splits; empty if it cannot be told."""
         room, reachable = self.room_left, self.reachable_room
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
@@ -94,7 +167,7 @@ class Diagnosis:
 
     @property
     def target_sentence(self) -> str:
-        """What the target is, and whether the gaps are at a lower accuracy; nothing without a verdict."""
+        """Describe the target, and whether the gaps are at a lower accuracy; empty without a verdict."""
         if self.verdict == NO_VERDICT:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
@@ -104,7 +177,7 @@ class Diagnosis:
 
     @property
     def table(self) -> list[list[str]]:
-        """The gaps, a row each, below the names of the columns; which resamples reach what, where not all do."""
+        """Return the gaps as rows of text, below the names of the columns."""
         found = {name: gap for name, gap in self.gaps.items() if gap is not None}
         always = all(
             min(gap.reached, gap.first_reaches_target, gap.second_reaches_target) == 1 for gap in found.values()
@@ -135,10 +208,33 @@ def diagnose(
     reference: tuple[Trajectory, Trajectory] | None = None,
     target: float | Target | None = None,
 ) -> Diagnosis:
-    """Which part of a model is to blame, its trajectory or its readout?
+    """Find which part of a model is to blame: its trajectory or its readout.
 
-    Thresholds, the best readout and the target (without one: 1 point below full depth) come from `validation`, depths
-    from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
+    Parameters
+    ----------
+    validation
+        The recording that chooses thresholds, the best readout and the target.
+    test
+        The recording on which depths are measured.
+    reference
+        Validation and test recordings of the model whose trajectory you compare with (default: none).
+    target
+        The accuracy to reach, or a `Target` (default: 1 point below full depth).
+
+    Returns
+    -------
+    Diagnosis
+        The verdict, and the gaps with their intervals.
+
+    Raises
+    ------
+    UserError
+        If recordings share examples, are of different models, or have no labels.
+
+    Examples
+    --------
+    >>> ls.diagnose(validation, test).blamed
+    ('readout',)
     """
     subject = learned_subject(validation, test, target)
     if reference is None:

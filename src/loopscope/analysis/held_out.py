@@ -13,6 +13,7 @@ from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import difficulty_counts, risk_groups
 from loopscope.certify.tested_data import Outcome, check_held_out, guaranteed_part, outcome_of
 from loopscope.policy import ExitPolicy, Guarantee
+from loopscope.tabular import Tabular
 
 Verdict = Literal["kept", "not refuted", "broken"]
 _OTHER_MIX = 0.001
@@ -46,8 +47,31 @@ class GuaranteeCheck:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """A policy on examples that it was not made on."""
+class HeldOut(Tabular):
+    """Hold how a policy did on examples that had no part in its calibration.
+
+    `check_policy` makes it.
+
+    Parameters
+    ----------
+    examples, sequences
+        How many there are; sequences is None for single answers.
+    average_loops, accuracy, drop
+        Estimates with 95 % intervals; accuracy and drop (against full depth) are None without labels.
+    full_depth_accuracy
+        The accuracy at full depth; None without labels.
+    guarantee
+        Whether the guarantee was kept; None for a policy that guarantees nothing.
+
+    Examples
+    --------
+    >>> policy = ls.calibrate(validation, max_drop=0.1)
+    >>> held = ls.check_policy(policy, test)
+    >>> held.guarantee.verdict
+    'kept'
+    >>> list(held.to_dict()["quantity"])
+    ['average_loops', 'accuracy', 'drop']
+    """
 
     examples: int
     sequences: int | None
@@ -57,9 +81,46 @@ class HeldOut:
     drop: Estimate | None  # of accuracy, against full depth
     guarantee: GuaranteeCheck | None  # None without a guarantee
 
+    def to_dict(self) -> dict[str, list[Any]]:
+        """List the estimates as columns: value and 95 % interval.
+
+        Returns
+        -------
+        dict[str, list]
+            A row for every quantity that could be measured.
+        """
+        estimates = {name: getattr(self, name) for name in ("average_loops", "accuracy", "drop")}
+        known = {name: each for name, each in estimates.items() if each is not None}
+        bounds = {name: [getattr(each, name) for each in known.values()] for name in ("value", "low", "high")}
+        return {"quantity": list(known), **bounds}
+
 
 def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
-    """A policy on held-out examples: those for which its guarantee was made, if it has one; replayed, or live."""
+    """Check a policy and its guarantee on held-out examples.
+
+    Parameters
+    ----------
+    policy
+        A policy, calibrated or not.
+    recording
+        Examples that had no part in its calibration: a recording, on which it is replayed, or a live run.
+
+    Returns
+    -------
+    HeldOut
+        Loops, accuracy and drop, and whether the guarantee was kept: "kept", "not refuted" or "broken".
+
+    Raises
+    ------
+    UserError
+        If the guarantee rests on this data, or if the policy is for another model or another kind of decisions.
+
+    Examples
+    --------
+    >>> policy = ls.calibrate(validation, max_drop=0.1)
+    >>> ls.check_policy(policy, test).guarantee.verdict
+    'kept'
+    """
     guarantee = policy.guarantee
     if guarantee is not None:
         check_held_out(policy, recording)

@@ -95,6 +95,13 @@ class Certified(msgspec.Struct, frozen=True):
     guarantee: Guarantee | None  # None: used without it
     held_out: HeldOut
 
+    def counted_on(self, unit: Unit) -> str:
+        """On which test examples it was tried: those that its guarantee is about."""
+        guarantee, held = self.guarantee, self.held_out
+        once = ", every input once" if guarantee is not None and guarantee.distinct else ""
+        once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
+        return counted("test", held.examples, held.sequences, unit) + once
+
 
 class SubjectResult(msgspec.Struct, frozen=True):
     """The questions of a benchmark that are of one subject."""

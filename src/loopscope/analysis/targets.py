@@ -20,7 +20,27 @@ from loopscope.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Target:
-    """An accuracy to be reached: one of the two is given."""
+    """Set the accuracy at which depths are compared.
+
+    Parameters
+    ----------
+    accuracy
+        An absolute accuracy above 0 and up to 1, such as 0.95.
+    below_full_depth
+        In its place: how far below the model's own accuracy at full depth, such as 0.01 for one point.
+
+    Raises
+    ------
+    UserError
+        If neither or both are given, or if one is out of range.
+
+    Examples
+    --------
+    >>> ls.Target(0.95).label
+    'D@95'
+    >>> ls.Target(below_full_depth=0.01).label
+    'D@full-1'
+    """
 
     accuracy: float | None = None
     below_full_depth: float | None = None  # so much less than the model's own accuracy at full depth, 0.01 for a point
@@ -37,17 +57,17 @@ class Target:
 
     @property
     def key(self) -> str:
-        """In results: `0.95`, `full-1`."""
+        """Return the target's name in results: `0.95` or `full-1`."""
         return f"{self.accuracy:g}" if self.accuracy is not None else f"full-{_points(self.below_full_depth)}"
 
     @property
     def label(self) -> str:
-        """In tables: `D@95`, `D@full-1`."""
+        """Return the target's name in tables: `D@95` or `D@full-1`."""
         return f"D@{100 * self.accuracy:g}" if self.accuracy is not None else f"D@{self.key}"
 
     @property
     def meaning(self) -> str:
-        """As in "the least average loops that reach ..."."""
+        """Describe the accuracy in words."""
         if self.accuracy is not None:
             return f"{percent_text(self.accuracy)} accuracy"
         points = _points(self.below_full_depth)

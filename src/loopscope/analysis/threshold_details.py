@@ -22,7 +22,7 @@ from loopscope.frontier import Frontier, crossings, laxest_first
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import has_threshold, needs_labels
 from loopscope.readouts.replay import signal
-from loopscope.scope import Unit, counted, unit_of
+from loopscope.scope import Unit, unit_of
 from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
@@ -209,15 +209,12 @@ def _curve(
 
 def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
     guarantee, held = certified.guarantee, certified.held_out
-    tested = counted("test", held.examples, held.sequences, unit)
     accuracy = "" if held.accuracy is None else f"{100 * held.accuracy.value:.1f} % accuracy, "
-    once = ", every input once" if guarantee is not None and guarantee.distinct else ""
-    once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
     mean = "" if held.sequences is None else "on average over sequences, "
     return (
         "" if guarantee is None else guarantee.sentence,
         "" if held.guarantee is None else held.guarantee.verdict,
-        f"{mean}{accuracy}{held.average_loops.value:.2f} loops on {tested}{once}",
+        f"{mean}{accuracy}{held.average_loops.value:.2f} loops on {certified.counted_on(unit)}",
     )
 
 

@@ -33,7 +33,33 @@ from loopscope.trajectory import Trajectory
 
 @dataclass(frozen=True, repr=False)
 class TransferResult:
-    """A rule of one model on the test data of another, or of its own; differences are the rule's minus the best's."""
+    """Hold how a rule of one model does on the test data of another.
+
+    Differences are the rule's minus those of the best readout there.
+
+    Parameters
+    ----------
+    fitted_on
+        The model to which the rule and its threshold were fitted.
+    stops
+        The model on whose test data it is replayed.
+    readout, threshold
+        The rule.
+    gap
+        The difference in D@X, with thresholds as they lie in the other model's validation data.
+    accuracy, average_loops
+        The results at the rule's own threshold.
+    selected
+        The difference at its own threshold.
+    refused
+        Why it cannot be replayed there; empty if it can.
+
+    Examples
+    --------
+    >>> result = ls.transfer({"mine": (validation, test)})[0]
+    >>> result.fitted_on, result.stops
+    ('mine', 'mine')
+    """
 
     fitted_on: str  # the model whose data the rule and its threshold are fitted to
     stops: str  # the model on whose test data it is replayed
@@ -68,16 +94,36 @@ def transfer(
     target: float | Target | None = None,
     progress: ProgressCallback = silent,
 ) -> list[TransferResult]:
-    """Replay every model's rules on every model's test data, its own first of all as the measure.
+    """Replay every model's rules on every model's test data, on its own first.
 
-    Rules of a model are its best readout without a gate, its own gate, `gates`, and a stopper of each kind that is
-    learned from all of its signals but the gate's.
+    The rules of a model are its best readout without a gate, its own gate, its fitted gates, and learned stoppers.
 
-    Parameters: `models` by name, each with its validation and test recordings; `gates` fitted to them, by model and
-    name; `target`, the accuracy at which depths are compared (default: 1 point below each model's own full depth).
-    Returns a result for every model, every model that it stops, and every rule.
-    Raises `UserError` where test data of one model were chosen on by another. A rule that does not fit a model, such as
-    a gate for states of another width, is refused in its result.
+    Parameters
+    ----------
+    models
+        Validation and test recordings of every model, by name.
+    gates
+        Gates and stoppers fitted to the models, by model and name (default: none).
+    target
+        The accuracy at which depths are compared (default: 1 point below each model's own full depth).
+    progress
+        A function that is called with steps done, all steps, and a note.
+
+    Returns
+    -------
+    list[TransferResult]
+        A result for every model, every model that it stops, and every rule.
+
+    Raises
+    ------
+    UserError
+        If the validation data of one model share examples with the test data of another.
+
+    Examples
+    --------
+    >>> results = ls.transfer({"mine": (validation, test)})
+    >>> sorted({each.readout for each in results})[:2]
+    ['entropy', 'gate']
     """
     own, sought = gates or {}, as_target(target)
     if unknown := [name for name in own if name not in models]:

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from loopscope.analysis.bootstrap import Estimate
-from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, MIN_UNITS, Gap, Subject
+from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
 from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
 from loopscope.readouts.replay import gate_readout, has_signal
 from loopscope.trajectory import Trajectory
@@ -20,8 +20,9 @@ _HEADS = {
     "trajectory": "The trajectory is to blame",
     "readout and trajectory": "Both parts are to blame",
     "neither": "Neither part is to blame",
-    "cannot tell": "Whether a part is to blame cannot be told",
+    "cannot tell": "Whether a part is to blame is open",
 }
+UNDECIDED = "cannot be told with these data"
 _MAX_INVERTED = 0.35
 """A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
 _SMALL_SHARE = 0.1
@@ -30,6 +31,45 @@ _UNBREAKABLE = re.compile(r" (?=%)|(?<=[\d\]]) (?=\[)|(?<=,) (?=[+-]\d)|(?<=%) (
 """Blanks at which no line ends: before a percent sign, in an interval and before it."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BETWEEN_COLUMNS = "  "
+
+
+@dataclass(frozen=True)
+class GapWords:
+    """How one way to exit does against another: words that need no glossary, and the figures behind them."""
+
+    words: str
+    figures: str
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.figures}"
+
+
+def gap_words(gap: Gap, other: str, room: Gap | None) -> GapWords:
+    """What a gap means, for the terminal and for the page; `other` is what it compares with.
+
+    Worse by little beside the `room` that is left is slightly worse.
+    """
+    at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
+    if gap.first == gap.second:
+        return GapWords("the best readout", f"at {at} (by validation data)")
+    if gap.is_nothing:
+        return GapWords(f"as good as {other}", f"at {at} (as many loops)")
+    if gap.is_equivalent or (gap.is_no_more and gap.sign == 0):
+        return GapWords(f"{'as good as' if gap.is_equivalent else 'no worse than'} {other}", f"at {at} ({size})")
+    if gap.sign == 0:
+        return GapWords(UNDECIDED, f"({size} against {other} at {at})")
+    words = f"{'worse' if gap.sign > 0 else 'better'} than {other}"
+    if gap.low > 0 or gap.high < 0:
+        low, high = sorted((abs(gap.low), abs(gap.high)))
+        slightly = "slightly " * is_small(gap, room)
+        return GapWords(slightly + words, f"by {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] at {at}")
+    misses, reaches = ("it", other) if gap.sign > 0 else (other, "it")
+    return GapWords(words, f"({misses} misses the target that {reaches} reaches; at {at}, which both reach: {size})")
+
+
+def is_small(gap: Gap, room: Gap | None) -> bool:
+    """Whether a gap is to blame for little of the room that is left."""
+    return room is not None and gap.blames and gap.low > 0 and gap.value < _SMALL_SHARE * room.value
 
 
 @dataclass(frozen=True)
@@ -55,9 +95,12 @@ class Finding:
     def is_small(self) -> bool:
         """Whether all that is to blame is little beside the room that is left."""
         blamed = [gap for gap in (self.readout, self.trajectory) if gap is not None and gap.blames]
-        if self.room is None or self.behind or any(gap.low <= 0 for gap in blamed):
-            return False
-        return bool(blamed) and max(gap.value for gap in blamed) < _SMALL_SHARE * self.room.value
+        return bool(blamed) and not self.behind and all(is_small(gap, self.room) for gap in blamed)
+
+    def clause(self, name: str, other: str, gap: Gap, question: str) -> str:
+        """A gap as a part of the sentence; what is open is a question."""
+        found = gap_words(gap, other, self.room)
+        return f"{question} {found}" if found.words == UNDECIDED else f"{name} is {found}{self.against_room(gap)}"
 
 
 def verdict_sentence(subject: Subject, reference: Subject | None, finding: Finding) -> str:
@@ -119,10 +162,7 @@ def _on_readout(subject: Subject, finding: Finding) -> str:
         return "the model has no gate of its own to compare with"
     if gap is None:
         return "the model's gate and the best readout reach no accuracy above chance together"
-    if gap.first == gap.second:
-        return f"validation data choose the model's own gate as the best readout at {percent_text(gap.accuracy)}"
-    compared = _compared("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
-    return compared + finding.against_room(gap)
+    return finding.clause("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
 
 
 def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding) -> str:
@@ -141,26 +181,8 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
     if gap is None:
         return behind or "it reaches no accuracy above chance together with the reference"
     question = "whether it is slower" if finding.behind else "whether its trajectory is worse"
-    compared = _compared("with the readouts that both have, it", "the reference", gap, question)
-    return "; ".join(filter(None, (behind, compared + finding.against_room(gap))))
-
-
-def _compared(name: str, other: str, gap: Gap, question: str) -> str:
-    at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
-    if gap.is_nothing:
-        return f"{name} takes as many loops as {other} to reach {at}"
-    if gap.is_equivalent:
-        return f"{name} takes as many loops as {other} to reach {at}, within {EQUIVALENCE_MARGIN:g} ({size})"
-    if gap.is_no_more and gap.sign == 0:
-        return f"{name} takes at most {EQUIVALENCE_MARGIN:g} loops more than {other} to reach {at} ({size})"
-    if gap.sign == 0:
-        return f"{question} than {other} is open ({size} at {at})"
-    if gap.low > 0 or gap.high < 0:
-        low, high = sorted((abs(gap.low), abs(gap.high)))
-        more = "more" if gap.low > 0 else "fewer"
-        return f"{name} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {other} to reach {at}"
-    misses, reaches = (name, other) if gap.sign > 0 else (other, name)
-    return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
+    compared = finding.clause("with the readouts that both have, it", "the reference", gap, question)
+    return "; ".join(filter(None, (behind, compared)))
 
 
 def with_bounds(found: Gap | Estimate, scale: float = 1.0, unit: str = "") -> str:

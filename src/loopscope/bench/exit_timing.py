@@ -150,7 +150,7 @@ def bench_exits(
     never = ExitPolicy("fixed", model.num_loops)
 
     def drain(policy: ExitPolicy, size: int, some: Sequence[Request] = requests) -> None:
-        deque(run(model, policy, some, size), maxlen=0)
+        deque(run(model, some, policy, size), maxlen=0)
 
     weights = next(model.parameters())
     full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES, weights.device)
@@ -167,7 +167,7 @@ def bench_exits(
         loops = policy.exit_loops(benched.recorded)
         ideal = model.num_loops / float(loops.mean())
         took, waited = seconds[f"{place + 1}: {policy}"], seconds.get(f"{place + 1}: {policy}, waiting")
-        agreement = compare_with_replay(run(model, policy, requests, size), policy, benched.recorded)
+        agreement = compare_with_replay(run(model, requests, policy, size), policy, benched.recorded)
         timings.append(
             ExitTiming(
                 readout=policy.readout,
@@ -272,7 +272,7 @@ def time_benchmark(
     requests = question_requests(chosen, encoded, which.metric, mean)
 
     def drain(policy: ExitPolicy) -> None:
-        deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean), maxlen=0)
+        deque(run(model, requests, policy, batch_tokens=BATCH_TOKENS, mean=mean), maxlen=0)
 
     ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
     weights = next(model.parameters())
@@ -280,7 +280,7 @@ def time_benchmark(
     full, some = next(iter(seconds.values())), recorded.take(rows)
     timings = []
     for policy, took in zip(policies, seconds.values(), strict=True):
-        answers = run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean)
+        answers = run(model, requests, policy, batch_tokens=BATCH_TOKENS, mean=mean)
         agreement = compare_with_replay(answers, policy, some)
         timings.append(
             PolicyLatency(

@@ -76,15 +76,47 @@ def calibrate(
     bound: Bound = "betting",
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
-    """A policy whose risk is at most `max_drop`, with probability `confidence` over the draw of the recording.
+    """Choose a threshold that is guaranteed to lose little against full depth.
 
-    gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
-    The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
-    With `unseen` the guarantee is for inputs that training did not have, with `new_inputs` for those that the recording
-    does not hold (only inputs that occur once in it are counted). With `distinct` every input counts once, where copies
-    are not drawn on their own. With `method="tolerance"` nothing of the recording is set aside, for a named readout.
-    `bound` is how the losses of sequences are tested: by bets, or by Hoeffding-Bentkus, which sees their mean only.
-    What weakens the guarantee (copies, a model at chance) is said in a warning.
+    With probability `confidence` over the draw of the recording, the policy loses at most `max_drop`. LoopScope warns
+    you if the guarantee is weaker than it looks, for instance because inputs are copies.
+
+    Parameters
+    ----------
+    recording
+        Examples that no evaluation uses; a fifth of them proposes thresholds, unless there is a `grid`.
+    max_drop
+        The largest risk that is allowed (default: 0.01).
+    confidence
+        The probability with which the guarantee holds (default: 0.95).
+    grid
+        Another recording of the model, which gives the thresholds.
+    gates
+        Fitted gates and stoppers that may be chosen, too, by name.
+    seed
+        For the draw of the fifth.
+    bound
+        How losses of sequences are tested: "betting" (the default) or "hoeffding_bentkus".
+    **options
+        `readout`: a name (default: the one with the fewest loops). `loss`: "gap" counts answers that are wrong while
+        full depth is right (the default), "disagreement" those that differ from full depth. `per_difficulty`, `unseen`,
+        `distinct`, `new_inputs`: for which examples it is guaranteed. `method`: "walk" (the default) or "tolerance".
+
+    Returns
+    -------
+    ExitPolicy
+        The policy with its certificate; `policy.guarantee.sentence` says what holds.
+
+    Raises
+    ------
+    UserError
+        If the guarantee cannot be proven; the message says how many examples it takes.
+
+    Examples
+    --------
+    >>> policy = ls.calibrate(validation, max_drop=0.1)
+    >>> policy.guarantee.max_drop, policy.guarantee.confidence
+    (0.1, 0.95)
     """
     target = _target(max_drop=float(max_drop), confidence=float(confidence), **options)
     return _cautioned(recording, certify(recording, target, grid, gates, seed, bound))
@@ -99,10 +131,37 @@ def conformal_risk_control(
     seed: int = 0,
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
-    """A policy whose risk is at most `max_drop` on average over draws of the recording: weaker, and mostly cheaper.
+    """Choose a threshold that loses little on average over draws of the recording.
 
-    An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
-    and a model can think itself out of a right answer.
+    The guarantee is weaker than that of `calibrate`, and mostly costs fewer loops.
+
+    Parameters
+    ----------
+    recording
+        Examples that no evaluation uses; a fifth of them proposes thresholds, unless there is a `grid`.
+    max_drop
+        The largest expected risk (default: 0.01). An example counts as lost from the strictest threshold on that loses
+        it.
+    grid, gates, seed
+        As in `calibrate`.
+    **options
+        As in `calibrate`.
+
+    Returns
+    -------
+    ExitPolicy
+        The policy with its certificate.
+
+    Raises
+    ------
+    UserError
+        If the guarantee cannot be proven; the message says how many examples it takes.
+
+    Examples
+    --------
+    >>> policy = ls.conformal_risk_control(validation, max_drop=0.1)
+    >>> policy.guarantee.confidence is None
+    True
     """
     target = _target(max_drop=float(max_drop), in_expectation=True, **options)
     return _cautioned(recording, certify(recording, target, grid, gates, seed))

@@ -186,11 +186,31 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Monitor:
-    """Watches a stream under a calibrated policy.
+    """Watch a stream under a calibrated policy for drift.
 
-    Without a change the chance of an alarm, ever, is at most `alpha`, where the guarantee is true (which it is with the
-    policy's confidence). A guarantee on average over calibrations is broken by many a policy without any change: then
-    exits alone are watched, and losses are refused.
+    If nothing changes and the guarantee is true, the probability of an alarm, ever, is at most `alpha`. If the
+    guarantee is one in expectation, only the exits are watched.
+
+    Parameters
+    ----------
+    policy
+        A calibrated policy.
+    alpha
+        The share of streams that may give a false alarm (default: 0.01).
+    seed
+        For ties between exits, audits and the order of recordings.
+
+    Raises
+    ------
+    UserError
+        If the policy guarantees nothing, or if alpha or the seed is out of range.
+
+    Examples
+    --------
+    >>> policy = ls.calibrate(validation, max_drop=0.1)
+    >>> monitor = ls.Monitor(policy)
+    >>> monitor.update(policy.exit_loops(test)).alarm
+    False
     """
 
     def __init__(self, policy: ExitPolicy, alpha: float = 0.01, seed: int = 0) -> None:
@@ -215,13 +235,27 @@ class Monitor:
         )
 
     def update(self, exit_loops: ArrayLike, losses: ArrayLike | None = None) -> MonitorResult:
-        """The next units of the stream, in their order: the loops at which they exit, and what the audited ones lost.
+        """Take the next units of the stream, in the order in which they arrived.
 
-        The order is that in which they arrived; the engine answers those that exit early before their neighbours.
-        A unit is an example; where the guarantee counts sequences, a sequence, with the averages over its decisions.
-        A loss is 1 if the early answer loses against full depth as the guarantee has it (gap or disagreement), else 0;
-        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot. Where the
-        guarantee is one on average over calibrations, losses are refused.
+        A unit is an example, or a sequence if the guarantee counts sequences.
+
+        Parameters
+        ----------
+        exit_loops
+            [n] the loop at which each unit exits; for a sequence, the average.
+        losses
+            [n] the losses of audited units: 1 if the early answer loses against full depth, else 0. NaN marks a unit
+            without an audit (default: no audits). Draw by lot which units are audited.
+
+        Returns
+        -------
+        MonitorResult
+            All that was seen so far, and whether there is an alarm.
+
+        Raises
+        ------
+        UserError
+            If the arrays do not fit the policy, or if there are losses and the guarantee is one in expectation.
         """
         depths, lost = self._checked(exit_loops, losses)
         levels = self.calibration.levels(depths).tolist()
@@ -234,10 +268,26 @@ class Monitor:
         return self.result
 
     def replay(self, recording: Recorded, audit: float | None = None, *, stream: bool = False) -> MonitorResult:
-        """A recording, or a live run, of which a share is audited, by lot (all of it, where risk is watched).
+        """Watch a whole recording or live run.
 
-        Its units are played in an order that the monitor's seed draws, whatever the order of its rows. With `stream`
-        they are played as they stand: only if they stand in the order in which they arrived.
+        Parameters
+        ----------
+        recording
+            Examples that had no part in calibration.
+        audit
+            The share whose losses are seen, drawn by lot (default: all, or none for a guarantee in expectation).
+        stream
+            Play the rows in their own order, in which they arrived (default: in an order drawn at random).
+
+        Returns
+        -------
+        MonitorResult
+            All that was seen so far, and whether there is an alarm.
+
+        Raises
+        ------
+        UserError
+            If the guarantee rests on this data, or if audits need labels that it does not have.
         """
         share = float(self.watches_risk) if audit is None else audit
         if not 0 <= share <= 1:
@@ -270,6 +320,7 @@ class Monitor:
 
     @property
     def result(self) -> MonitorResult:
+        """Return all that was seen so far, and whether there is an alarm."""
         state = self._state
         return MonitorResult(
             alarm=bool(state.alarms),
@@ -286,12 +337,36 @@ class Monitor:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes all that it knows as JSON, so that another process can go on with the stream."""
+        """Write the monitor as JSON, so that another process can go on with the stream.
+
+        Parameters
+        ----------
+        path
+            The file; an existing one is replaced.
+        """
         write_json(Path(path), sealed(self._state))
 
     @classmethod
     def load(cls, path: str | Path, policy: ExitPolicy) -> Self:
-        """The monitor in a file, of the policy that it was made for."""
+        """Read a monitor from a file.
+
+        Parameters
+        ----------
+        path
+            The file that `save` wrote.
+        policy
+            The policy that it watches.
+
+        Returns
+        -------
+        Monitor
+            The monitor, which goes on where it was saved.
+
+        Raises
+        ------
+        UserError
+            If the file was altered, or if it watches another policy.
+        """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")
         if state.policy != _identity(policy):

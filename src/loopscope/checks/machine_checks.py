@@ -293,7 +293,7 @@ def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) ->
             continue
         policy = _halfway(readout, known)
         requests = (Request(key, (row,)) for key, row in enumerate(prefixes))
-        answers = list(in_order(run(model, policy, requests, 5)))
+        answers = list(in_order(run(model, requests, policy, 5)))
         loops, tokens = (np.array([getattr(each, name) for each in answers]) for name in ("loop", "prediction"))
         yield _compared(f"engine, {readout}", policy, known, loops, tokens, dtype)
         texts = generate(model, sample.prompts, policy, max_new_tokens=sample.new, cache="full", batch_size=3)
@@ -342,7 +342,7 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
     requests = [Request(key, (row,)) for key, row in enumerate(rows)]
 
     def reading(depth: int) -> None:
-        list(run(model, ExitPolicy("fixed", depth), requests, len(rows)))
+        list(run(model, requests, ExitPolicy("fixed", depth), len(rows)))
 
     def writing(depth: int) -> None:
         generate(model, prompts, ExitPolicy("fixed", depth), max_new_tokens=sample.new, batch_size=len(rows))

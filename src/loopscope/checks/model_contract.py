@@ -46,7 +46,31 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None) -> list[Check]:
-    """All that holds of a model, asked about `rows` of tokens (default: a few random ones, of different lengths)."""
+    """Check that a model keeps the contract: rows apart, loops one by one, caches and branches as in a plain pass.
+
+    Parameters
+    ----------
+    model
+        A looped model in evaluation mode.
+    rows
+        Rows of tokens to check with (default: a few random ones of different lengths).
+
+    Returns
+    -------
+    list[Check]
+        What was checked, with the largest difference that was measured.
+
+    Raises
+    ------
+    UserError
+        If a check fails; the message says what to change.
+
+    Examples
+    --------
+    >>> checks = ls.check_model(model)
+    >>> all(check.measured < 1e-4 for check in checks)
+    True
+    """
     return list(contract_checks(model, rows))
 
 
@@ -273,7 +297,7 @@ class _Contract:
                 expected.append([self._plain_score(context, each) for each in continuations])
         if not requests:
             return self._holds("Choices that branch off from a context: no row is long enough to have some.")
-        answers = in_order(run(self.model, ExitPolicy("fixed", self.depth), requests, 3, self.depth))
+        answers = in_order(run(self.model, requests, ExitPolicy("fixed", self.depth), 3, self.depth))
         scores = torch.from_numpy(np.stack([answer.logits for answer in answers]))
         wrong = (
             "The model scores choices otherwise than a plain pass over each; every layer that attends does so by "

@@ -107,7 +107,7 @@ def _answer(
     model.set_depth(options.loops)
     notes, total, right, taken = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
-        for answer in in_order(run(model, policy, requests, options.batch_size)):
+        for answer in in_order(run(model, requests, policy, options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
             while notes:
                 print_note(notes.pop())

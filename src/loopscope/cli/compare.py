@@ -1,6 +1,6 @@
 """Compare two readouts on the same examples.
 
-loopscope compare runs/demo/linear-gate gate margin
+loopscope compare example:demo gate margin
 loopscope compare runs/demo/linear-gate gate margin \\
     --with runs/demo/fixed-geometric --unseen
 # recorded with --hidden
@@ -11,7 +11,6 @@ second readout runs on another model's recordings of the same examples.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import loopscope as ls
@@ -26,7 +25,7 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope compare` to the parser."""
     parser = add_verb(subparsers, "compare", __doc__, execute)
     parser.takes = "it takes one run and two readouts; another model's run comes with --with"
-    option(parser, "run", inputs.RECORDED, type=Path)
+    option(parser, "run", inputs.RECORDED, type=inputs.recorded_run)
     names = f"the first readout: {inputs.READOUT_NAMES}"
     option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
     option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")

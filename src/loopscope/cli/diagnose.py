@@ -1,17 +1,18 @@
 """Find which part is to blame, the trajectory or the readout.
 
+loopscope diagnose example:demo
 loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
     --unseen
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
-A run needs its validation and test splits recorded; a folder that holds two recordings named so will do.
+A run needs its validation and test splits recorded; a folder that holds two recordings named so will do. example:demo
+comes with LoopScope: the demo's linear gate, against its fixed prior. example:demo/mlp-gate is another of its models.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from loopscope.cli.inputs import RECORDED, add_custom_readouts, find_run
+from loopscope.cli.inputs import RECORDED, add_custom_readouts, recorded_run, reference_of
 from loopscope.cli.options import add_shared, add_verb, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
 from loopscope.recording_paths import find_recordings
@@ -20,7 +21,7 @@ from loopscope.recording_paths import find_recordings
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope diagnose` to the parser."""
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
-    option(parser, "run", RECORDED, type=Path)
+    option(parser, "run", RECORDED, type=recorded_run)
     add_shared(parser, "--reference RUN", "--at X", "--unseen", "--json")
     add_custom_readouts(parser)
 
@@ -28,7 +29,8 @@ def define(subparsers: Any) -> None:
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope diagnose` was asked."""
     own = find_recordings(options.run)
-    measure = None if options.reference is None else find_recordings(find_run(options.reference, [options.run]))
+    reference_run = reference_of(options.reference, [options.run])
+    measure = None if reference_run is None else find_recordings(reference_run)
     from loopscope.analysis import diagnosis as diagnoses, model_analysis
 
     with watched(options, "diagnosing") as advance:

@@ -41,7 +41,7 @@ from loopscope.config import Loops
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
 from loopscope.files import BusyError, atomic_file, locked, new_path, read_text, remove_leftovers, room_for
-from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.models.checkpoint_folder import named_policy, read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import readout_definition
@@ -104,7 +104,7 @@ def define(subparsers: Any) -> None:
     option(prompts, "prompt", "the text to be continued", nargs="?")
     option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--policy FILE", "the exit policy (default: all loops)")
+    option(rule, "--policy FILE", "the exit policy (default: the one that the model was saved with, else all loops)")
     names = f"an exit rule, with --threshold: {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
@@ -136,12 +136,16 @@ def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope generate` was asked."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
-    file = None if options.policy is None else str(options.policy)
-    usual = Rule(file, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
     rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
-    calibrated = usual.scope.cache if usual is not None and not options.lossless else None
-    options.cache = options.cache or calibrated or "full"
+    by_hand = Rule(None, options.readout, options.threshold, options.loops)
+    usual = by_hand.exit_policy(options.any_model)
     folder = inputs.find_model(options.model, text=True)
+    if options.policy is None and usual is None:
+        options.policy = named_policy(folder)
+    file = None if options.policy is None else str(options.policy)
+    if file is not None:
+        usual = Rule(file).exit_policy(options.any_model)
+    options.cache = options.cache or ("full" if usual is None or options.lossless else usual.cache)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine import generation, sampling
     from loopscope.engine.generation import StopStrings

@@ -41,8 +41,8 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     option(parser, "--limit N", "run only the first N documents of every task")
     option(parser, "--think-end TEXT", "text after which an answer begins, such as </think>", dest="think_end_token")
-    caches = "KV cache of texts: full (default), propagate or latest"
-    option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="full")
+    caches = "KV cache of texts: full, propagate or latest (default: the one that --policy is for, else full)"
+    option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
     option(parser, "--batch-size N", "texts to write at a time", default=8)
     option(parser, "--batch-tokens N", "tokens of questions to compute at a time")
     add_shared(parser, "--shots N", "--chat", "--data DIR", "--dtype NAME", *COMPUTE)

@@ -13,6 +13,7 @@ from loopscope.certify.risk_target import AUTO
 from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
 from loopscope.errors import UserError, did_you_mean, reason
+from loopscope.example_recordings import EXAMPLES, PREFIX, example_folder, example_of
 from loopscope.exit_state import ExitState
 from loopscope.files import is_file, is_folder, require_file
 from loopscope.learned.attach import Fitted, load_fitted
@@ -42,6 +43,32 @@ RECORDED = "a run whose validation and test splits are recorded, or a folder wit
 def text_file(text: str, what: str = "text file") -> Path:
     require_file(Path(text), what)
     return Path(text)
+
+
+def run_or_example(text: str) -> Path:
+    """A path as it was typed, or the folder of an example (example:demo), or of one of its models."""
+    return example_folder(text) if text.startswith(PREFIX) else Path(text)
+
+
+def recorded_run(text: str) -> Path:
+    """The same for what takes one model: an example is represented by one of its models."""
+    run = run_or_example(text)
+    example = example_of(run)
+    return run / example.subject if example is not None and run.parent == EXAMPLES else run
+
+
+def models_of(run: Path) -> list[Path]:
+    """The run itself; of a whole example the folders of its models."""
+    example = example_of(run)
+    return [run / name for name in example.models] if example is not None and run.parent == EXAMPLES else [run]
+
+
+def reference_of(reference: str | None, runs: Sequence[Path]) -> Path | None:
+    """The run that --reference means; an example that is compared with nothing else brings its own."""
+    examples = [example_of(run) for run in runs]
+    if reference is None and None not in examples and examples[0]:
+        reference = examples[0].reference
+    return None if reference is None else find_run(reference, runs)
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
@@ -233,6 +260,8 @@ def finished_run(run: Path, with_model: Sequence[str] = ()) -> RunSettings:
 
 def _check_no_recordings(folder: Path) -> None:
     """Rejects a folder of recordings where their model is needed."""
+    if str(folder).startswith(PREFIX):
+        raise UserError(f"{folder} has recordings, and this needs the model; make the run with `loopscope demo`.")
     if not is_file(folder / CONFIG) and holds_recordings(folder):
         known = run_of_recordings(folder)
         which = (
@@ -261,6 +290,8 @@ def find_model(source: str | Path, text: bool = False) -> Path:
 
 def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
     """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
+    if str(given).startswith(PREFIX):
+        return recorded_run(str(given))
     name, folders = str(given), [run_of_recordings(run).resolve() for run in runs]
     named, homes = [run for run in folders if run.name == name], {run.parent for run in folders}
     for place in (*named, Path(name), *(home / name for home in homes)):

@@ -1,5 +1,6 @@
 """Write tables, figures and a page on some runs, or on folders of recordings.
 
+loopscope report example:demo --out report
 loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
     --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
@@ -21,6 +22,7 @@ from loopscope.cli import inputs
 from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
 from loopscope.errors import UserError, brief, check_known
+from loopscope.example_recordings import as_typed
 from loopscope.files import out_folder
 from loopscope.recording_paths import find_recordings, recorded_name
 
@@ -38,7 +40,8 @@ _MAX_NAMES = 200
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
-    option(parser, "runs", f"{inputs.RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
+    several = f"{inputs.RECORDED}; or several of them"
+    option(parser, "runs", several, type=inputs.run_or_example, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
@@ -78,7 +81,7 @@ def execute(options: argparse.Namespace) -> None:
     words |= {"fitted": options.fitted, "transfer": options.transfer}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
-    command = shown_command(["report", *options.runs], words)
+    command = shown_command(["report", *map(as_typed, options.runs)], words)
     show_report(results, details, options, options.out, ("overview",), (command, command))
 
 
@@ -101,10 +104,11 @@ def shown_command(verb: Sequence[object], options: dict[str, Any]) -> str:
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     """The runs that are shown, and the name of the reference, which is one of them."""
-    runs = [find_recordings(run) for run in options.runs]
-    if options.reference is None:
+    runs = [find_recordings(model) for run in options.runs for model in inputs.models_of(run)]
+    reference = inputs.reference_of(options.reference, runs)
+    if reference is None:
         return runs, None
-    measure = find_recordings(inputs.find_run(options.reference, options.runs))
+    measure = find_recordings(reference)
     if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
     return runs, recorded_name(measure)

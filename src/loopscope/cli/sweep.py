@@ -1,5 +1,6 @@
 """Compare exit rules: sweep the thresholds of every readout of a recording.
 
+loopscope sweep example:demo
 loopscope sweep runs/demo/fixed-geometric
 loopscope sweep VALIDATION TEST --readout margin --readout entropy \\
     --at 0.95 --json
@@ -31,7 +32,7 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope sweep` to the parser."""
     parser = add_verb(subparsers, "sweep", __doc__, execute)
     two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them"
-    option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
+    option(parser, "recordings", two, type=inputs.recorded_run, nargs="+", metavar="RUN|RECORDING")
     swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     inputs.add_custom_readouts(parser)

@@ -33,6 +33,27 @@ MOST_ROWS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
+    """Hold a text to be continued.
+
+    Parameters
+    ----------
+    key
+        Comes back with every token.
+    tokens
+        [M] the tokens of the prompt.
+    forced
+        Tokens to write next, whatever the model would write (default: none).
+    policy
+        The exit rule of this prompt (default: that of all prompts).
+    number
+        The number of its random draws (default: its place among the prompts).
+
+    Examples
+    --------
+    >>> ls.Prompt("mine", np.array([1, 2, 3])).key
+    'mine'
+    """
+
     key: Any  # comes back with every token
     tokens: Integers
     forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
@@ -88,7 +109,36 @@ class Completion:
 def generate(
     model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
 ) -> list[Completion]:
-    """All continuations, in the order of the prompts; the options are those of `stream`."""
+    """Continue prompts with a looped language model.
+
+    Parameters
+    ----------
+    model
+        A model with a KV cache, in evaluation mode.
+    prompts
+        The prompts.
+    policy
+        The rule by which a token exits (default: every token runs all loops).
+    **options
+        The options of `stream`, such as `max_new_tokens=` and `lossless=`.
+
+    Returns
+    -------
+    list[Completion]
+        The continuations in the order of the prompts, with the loops of every token.
+
+    Raises
+    ------
+    UserError
+        If the policy does not fit the model, or if the model writes no text.
+
+    Examples
+    --------
+    >>> writer = ls.load_model(checkpoint)
+    >>> (text,) = ls.generate(writer, [ls.Prompt("mine", np.array([1, 2, 3]))], max_new_tokens=4)
+    >>> len(text.tokens), len(text.loops)
+    (4, 4)
+    """
     given = list(prompts)
     numbered = [replace(prompt, key=number) for number, prompt in enumerate(given)]
     texts = [Completion(prompt.key) for prompt in given]
@@ -110,26 +160,66 @@ def stream(
     max_new_tokens: int = 128,
     stop: Collection[int] = (),
     stopping_criterion: Callable[[Any, int], bool] | None = None,
-    cache: CacheMode = "full",
+    cache: CacheMode | None = None,
     sampling: Sampling | None = None,
     lossless: bool = False,
     batch_size: int = 8,
     with_logits: bool = False,
     stats: GenerationStats | None = None,
 ) -> Iterator[Token]:
-    """Tokens as they are ready. Without a policy every token goes through all loops.
+    """Continue prompts, and give every token as soon as it is ready.
 
-    A text ends with a token in `stop`, or when `stopping_criterion(key, token)`, which is asked of every token, says
-    so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
-    is drawn: a prompt has random numbers of its own. A prompt's own policy is taken before `policy`.
+    The text of a prompt depends on no other prompt, even if tokens are drawn at random.
 
-    With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
-    which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
-    tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
-    other may be found.
+    Parameters
+    ----------
+    model
+        A model with a KV cache, in evaluation mode.
+    prompts
+        The prompts; a finished prompt gives its place to the next.
+    policy
+        The rule by which a token exits (default: every token runs all loops). A prompt's own policy comes first.
+    max_new_tokens
+        The longest continuation (default: 128).
+    stop
+        Tokens that end a text.
+    stopping_criterion
+        A function of key and token that tells whether the text ends.
+    cache
+        Keys and values of a token that exited early: "full", "propagate" or "latest" (default: the cache that `policy`
+        was calibrated for, or "full").
+    sampling
+        How tokens are drawn (default: the likeliest token).
+    lossless
+        Write the text of full depth, up to rounding: early exits are drafts, which full depth confirms or takes back.
+    batch_size
+        The number of prompts at a time (default: 8).
+    with_logits
+        Give the logits with every token.
+    stats
+        An object that counts tokens and loops.
+
+    Returns
+    -------
+    Iterator[Token]
+        The tokens, as they are ready.
+
+    Raises
+    ------
+    UserError
+        If the policy does not fit the model, or if the model writes no text.
+
+    Examples
+    --------
+    >>> writer = ls.load_model(checkpoint)
+    >>> tokens = list(ls.stream(writer, [ls.Prompt("mine", np.array([1, 2, 3]))], max_new_tokens=4))
+    >>> tokens[-1].finish_reason
+    'length'
     """
     if min(max_new_tokens, batch_size) < 1:
         raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
+    if cache is None:
+        cache = "full" if lossless or policy is None else policy.cache
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":

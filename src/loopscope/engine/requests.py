@@ -42,19 +42,37 @@ class ScoredTokens(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Rows that stop together. One row is answered with the class logits at its last token.
+    """Ask for one answer: a row of tokens, or a question with choices. Its rows exit together.
 
-    With `scored`, the rows are the choices of a question: the last scored[i] tokens of row i are choice i, and the
-    answer's logits are the log-probabilities of the choices, each divided by its norm. What all rows begin with is run
-    once, and gate and pooled state are read at its last token.
+    `choices` makes the request of a question.
 
-    `shared` says how many tokens a request begins with that others begin with, too (the examples of a few-shot prompt):
-    these run once for all of them.
+    Parameters
+    ----------
+    key
+        Comes back with the answer.
+    rows
+        One row of tokens; or for a question one row for every choice.
+    scored
+        For a question: the number of tokens at the end of each row that are the choice.
+    norms
+        The number by which the log-probability of every choice is divided (default: 1).
+    shared
+        The number of tokens at the beginning that other requests begin with, too; they run once.
+    whole
+        Run the last token of every choice, which only a mean over its states needs.
+    score
+        The kind of the norms: "sum" (none), "per_character" or "per_byte".
 
-    `score` says what the norms are: none (the `sum`, where there are no norms), characters or bytes.
+    Raises
+    ------
+    UserError
+        If the rows do not fit together.
 
-    The last token of a choice predicts nothing that is scored, so it does not run, unless the choices are `whole`: a
-    mean over the states of their tokens needs it.
+    Examples
+    --------
+    >>> request = ls.Request("mine", [[1, 2, 3]])
+    >>> next(ls.run(model, [request], ls.ExitPolicy("fixed", 1))).key
+    'mine'
     """
 
     key: Any  # comes back with the answer
@@ -102,22 +120,22 @@ class Request:
 
     @cached_property
     def prefix(self) -> bytes:
-        """What tells requests apart that begin with other shared tokens."""
+        """Return the shared tokens as bytes, which tell requests with other prefixes apart."""
         return self.rows[0][: self.shared].tobytes()
 
     @cached_property
     def ran(self) -> list[int]:
-        """The tokens of every row that run, those that are shared included."""
+        """Return the number of tokens of every row that run, with those that are shared."""
         return [len(row) - (len(self.scored) > 0 and not self.whole) for row in self.rows]
 
     @cached_property
     def branches(self) -> list[int]:
-        """The tokens of every choice that run after the trunk."""
+        """Return the number of tokens of every choice that run after the trunk."""
         return [end - self.trunk for end in self.ran] if self.scored else []
 
     @cached_property
     def tokens(self) -> Integers:
-        """The trunk after what is shared, and all branches, one after the other."""
+        """Return the trunk after the shared tokens, and all branches, one after the other."""
         if not self.scored:
             return self.rows[0][self.shared :]
         tails = (row[self.trunk : end] for row, end in zip(self.rows, self.ran, strict=True))
@@ -125,7 +143,7 @@ class Request:
 
     @cached_property
     def prediction(self) -> ScoredTokens:
-        """A token is predicted where the one before it stands: in its branch, or at the end of the trunk."""
+        """Return where each scored token is predicted: in its branch, or at the end of the trunk."""
         start = self.trunk - self.shared
         last, places, ends, tokens, owners = start - 1, [], [], [], []
         for choice, (row, count, length) in enumerate(zip(self.rows, self.scored, self.branches, strict=True)):
@@ -150,7 +168,35 @@ def choices(
     whole: bool = False,
     score: Score | None = None,
 ) -> Request:
-    """A question: which of these continues the context?"""
+    """Ask a question: which of these continues the context?
+
+    Parameters
+    ----------
+    key
+        Comes back with the answer.
+    context
+        [M] tokens that all choices continue.
+    continuations
+        The tokens of every choice.
+    norms, shared, whole, score
+        As in `Request`.
+
+    Returns
+    -------
+    Request
+        The request; the logits of its answer are the scores of the choices.
+
+    Raises
+    ------
+    UserError
+        If a choice is empty, or if the context is.
+
+    Examples
+    --------
+    >>> question = ls.choices("q", context=[1, 2], continuations=[[3], [4, 5]])
+    >>> len(question.rows)
+    2
+    """
     before = as_token_row(context, "The context of a question")
     after = [as_token_row(row, "A choice of a question") for row in continuations]
     rows = [np.concatenate((before, row)) for row in after]

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from loopscope.engine.exit_decision import Array, ExitDecision, Integers, check_executable, not_finite, to_host
@@ -46,6 +46,26 @@ _CLOSE = 1e-5
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
+    """Hold the answer to one row or question.
+
+    Parameters
+    ----------
+    key
+        The key of its request; for plain rows of tokens, their place.
+    loop
+        The loop at which it exited.
+    logits
+        [V] class logits, or [C] scores of the choices of a question.
+    greedy
+        [C] whether the model would write each choice itself; None if nobody asked.
+
+    Examples
+    --------
+    >>> (answer,) = ls.run(model, [[1, 2, 3]], ls.ExitPolicy("fixed", 2))
+    >>> answer.loop, len(answer.logits)
+    (2, 8)
+    """
+
     key: Any
     loop: int  # the loop at which the request stopped
     logits: NDArray[np.float32]  # [V], or [C] for a question with choices
@@ -53,25 +73,59 @@ class Answer(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def prediction(self) -> int:
+        """Return the class or the choice with the highest score."""
         return int(self.logits.argmax())
 
 
 def run(
     model: LoopedModel,
+    inputs: Iterable[Request | ArrayLike],
     policy: ExitPolicy,
-    requests: Iterable[Request],
     batch_size: int = 64,
     num_loops: int | None = None,
     batch_tokens: int | None = None,
     mean: bool | None = None,
     greedy: bool = False,
 ) -> Iterator[Answer]:
-    """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` at a time.
+    """Answer rows of tokens with adaptive depth; each answer comes when its row exits.
 
-    With `batch_tokens` a batch has no more tokens than that, too; a longer request runs alone. With `mean`, gate and
-    state of a question are averaged over its choices' tokens, as in a recording that was made so; a calibrated policy
-    says which it is. With `greedy`, the answers to questions say which choices are what the model itself would say. A
-    request that the model cannot take is an error, raised when all before it are answered.
+    Parameters
+    ----------
+    model
+        A looped model in evaluation mode (`model.eval()`).
+    inputs
+        Rows of tokens: an array [N, M], or vectors of any lengths. Also `Request` objects, which bring their own keys,
+        for questions with choices and shared prefixes. They are read when the batch has room, so a generator may be
+        endless.
+    policy
+        The rule by which a row exits. `ExitPolicy("fixed", T)` runs all T loops.
+    batch_size
+        The largest number of rows that run together (default: 64).
+    num_loops
+        Full depth (default: the model's).
+    batch_tokens
+        The largest number of tokens that run together (default: no limit); a longer row runs alone.
+    mean
+        Average the gate and the state of a question over the tokens of its choices (default: as the policy was made).
+    greedy
+        Tell for every choice whether the model would write it itself (default: no).
+
+    Returns
+    -------
+    Iterator[Answer]
+        The answers, in the order in which the rows exit. The key of a plain row is its place.
+
+    Raises
+    ------
+    UserError
+        If the policy does not fit the model, or if the model cannot take a row. The rows before it are answered first.
+
+    Examples
+    --------
+    >>> tokens = np.array([[1, 2, 3], [4, 5, 6]])
+    >>> answers = list(ls.run(model, tokens, ls.ExitPolicy("fixed", 2)))
+    >>> [(answer.key, answer.loop) for answer in answers]
+    [(0, 2), (1, 2)]
     """
     model.require_evaluation()
     num_loops = model.num_loops if num_loops is None else num_loops
@@ -81,7 +135,7 @@ def run(
     check_executable(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitDecision(model, policy, num_loops, on_device=False), mean, greedy)
-    waiting = iter(requests)
+    waiting = (each if isinstance(each, Request) else Request(key, (each,)) for key, each in enumerate(inputs))
     held: Request | None = None  # did not fit any more
     invalid: UserError | None = None
     while True:

@@ -20,7 +20,31 @@ def by_readout(gates: Mapping[str, Fitted]) -> dict[str, Fitted]:
 
 
 def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
-    """The recording with the signal `gate:NAME` or `stopper:NAME` of each of these, and what they were fitted to."""
+    """Add fitted gates and stoppers to a recording, as readouts.
+
+    Parameters
+    ----------
+    trajectory
+        A recording of the model to which they were fitted.
+    gates
+        Fitted gates and stoppers, by name.
+
+    Returns
+    -------
+    Trajectory
+        The recording with the signal `gate:NAME` or `stopper:NAME` of each.
+
+    Raises
+    ------
+    UserError
+        If one was fitted to another model, or if the recording lacks what it reads.
+
+    Examples
+    --------
+    >>> stopper = ls.fit_stopper(recording("train", 2), trees=32)
+    >>> sorted(ls.attach(test, {"price": stopper}).signals)
+    ['stopper:price']
+    """
     if not gates:
         return trajectory
     signals, known = dict[str, Signal](), trajectory.provenance.get(FITTED_ON)

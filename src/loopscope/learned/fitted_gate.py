@@ -34,7 +34,32 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FittedGate:
-    """A linear projection of the pooled state to a halt logit, or the same after one hidden layer with GELU."""
+    """Map pooled states to halt logits: a gate that was fitted to a frozen trajectory.
+
+    `fit_gate` makes it. Its readout is `gate:NAME`.
+
+    Parameters
+    ----------
+    weight
+        [D] of a linear gate, or [H] after a hidden layer.
+    bias
+        A number.
+    weight_1, bias_1
+        [H, D] and [H] of the hidden layer with GELU (default: none).
+    provenance
+        How it was fitted, and to which weights.
+
+    Raises
+    ------
+    UserError
+        If the shapes do not fit together, or if a number is not finite.
+
+    Examples
+    --------
+    >>> gate = ls.FittedGate(weight=np.ones(4), bias=np.array(-2.0))
+    >>> gate.halt_logits(np.zeros((2, 4)))
+    array([-2., -2.])
+    """
 
     weight: Array  # [D], or [H]
     bias: Array  # []
@@ -62,10 +87,12 @@ class FittedGate:
 
     @property
     def kind(self) -> str:
+        """Return "linear" or "mlp"."""
         return "linear" if self.weight_1 is None else "mlp"
 
     @property
     def width(self) -> int:
+        """Return D, the width of the states that it reads."""
         return int(self.weight.shape[0] if self.weight_1 is None else self.weight_1.shape[1])
 
     def __repr__(self) -> str:
@@ -74,10 +101,27 @@ class FittedGate:
 
     @property
     def tensors(self) -> dict[str, Array]:
+        """Return its arrays by name."""
         return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
 
     def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
-        """[...] from pooled states [..., D]."""
+        """Compute halt logits.
+
+        Parameters
+        ----------
+        pooled
+            [..., D] pooled states.
+
+        Returns
+        -------
+        NDArray[np.float64]
+            [...] halt logits.
+
+        Raises
+        ------
+        UserError
+            If the states have another width.
+        """
         if pooled.shape[-1] != self.width:
             raise UserError(f"The gate reads states of width {self.width}, and these have {pooled.shape[-1]}.")
         states = pooled.astype(np.float64)
@@ -87,7 +131,23 @@ class FittedGate:
         return states @ self.weight.astype(np.float64) + self.bias
 
     def values(self, trajectory: Trajectory) -> Signal:
-        """[N, T] its exit CDF on a recording."""
+        """Compute the exit CDF on a recording.
+
+        Parameters
+        ----------
+        trajectory
+            A recording with hidden states.
+
+        Returns
+        -------
+        NDArray[np.float64]
+            [N, T] the probability of having exited by each loop.
+
+        Raises
+        ------
+        UserError
+            If the recording keeps no hidden states.
+        """
         if trajectory.hidden is None:
             raise UserError(
                 "A fitted gate reads hidden states, and this recording keeps none; record it with --hidden."
@@ -98,24 +158,94 @@ class FittedGate:
         return exit_cdf(logits)
 
     def check(self, weights: str | None) -> None:
+        """Reject another model than the one to which it was fitted.
+
+        Parameters
+        ----------
+        weights
+            The hash of the model's weights; None if unknown.
+
+        Raises
+        ------
+        UserError
+            If it was fitted to another model.
+        """
         check_host(self.provenance, weights, "gate")
 
     def check_calibration(self, recording: OfSplit) -> None:
+        """Reject data to which it was fitted, for choosing its threshold or measuring it.
+
+        Parameters
+        ----------
+        recording
+            A recording or a live run.
+
+        Raises
+        ------
+        UserError
+            If it was fitted to this data.
+        """
         check_other_data(self.provenance, recording, "gate")
 
     def save(self, folder: str | Path) -> None:
-        """Writes the gate, whole or not at all."""
+        """Write the gate to a folder, whole or not at all.
+
+        Parameters
+        ----------
+        folder
+            The folder of the gate.
+
+        Raises
+        ------
+        UserError
+            If the folder holds something else.
+        """
         files = {GATE_WEIGHTS: self.tensors}
         save_artifact(folder, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance, files)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """The gate in a folder, after its file was checked against its hash."""
+        """Read a gate and check its file against its hash.
+
+        Parameters
+        ----------
+        folder
+            The folder of the gate.
+
+        Returns
+        -------
+        FittedGate
+            The gate.
+
+        Raises
+        ------
+        UserError
+            If a file is missing or was altered.
+        """
         found = load_artifact(Path(folder), GATE, GATE_SCHEMA, dict, GATE_WEIGHTS)
         return cls.of_tensors(found.arrays, found.provenance)
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        """Make a gate of its arrays.
+
+        Parameters
+        ----------
+        tensors
+            The arrays by name.
+        provenance
+            How it was fitted, and to which weights.
+
+        Returns
+        -------
+        FittedGate
+            The gate.
+
+        Raises
+        ------
+        UserError
+            If these are not the arrays of a gate.
+        """
         if set(tensors) != set(_LAYERS.get(len(tensors), ())):
             raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")
         return cls(**{name: np.array(value) for name, value in tensors.items()}, provenance=provenance)

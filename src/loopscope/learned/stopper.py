@@ -49,6 +49,42 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stopper:
+    """Decide by a forest on all recorded signals, at a loop and the one before it.
+
+    `fit_stopper` makes it. Its readout is `stopper:NAME`. An `induction` stopper values going on by backward induction,
+    so that its threshold is the price of a loop; a `classifier` gives the probability that exiting loses.
+
+    Parameters
+    ----------
+    kind
+        "induction" or "classifier".
+    signals
+        The names of the F signals that it reads.
+    edges
+        [T-1, F, E] the edges of the bins of each signal; inf if there are fewer.
+    roots
+        [T-1, K] the first node of every tree.
+    feature, threshold, below, above
+        [M] what each node asks, and where it goes on; a leaf goes on to itself.
+    value
+        [M, G] what going on gains at each price; [M, 1] the probability, of a classifier.
+    prices
+        [G] prices of a loop, rising from 0; empty for a classifier.
+    provenance
+        How it was fitted, and to which weights.
+
+    Raises
+    ------
+    UserError
+        If the trees do not fit together.
+
+    Examples
+    --------
+    >>> stopper = ls.fit_stopper(recording("train", 2), trees=32)
+    >>> stopper.num_loops, stopper.kind
+    (4, 'induction')
+    """
+
     kind: StopperKind
     signals: tuple[str, ...]  # that it reads
     edges: Array  # [T-1, F, E] of the bins of each signal, inf where there are fewer
@@ -104,6 +140,7 @@ class Stopper:
 
     @property
     def num_loops(self) -> int:
+        """Return T, the full depth to which it was fitted."""
         return len(self.roots) + 1
 
     def __repr__(self) -> str:
@@ -111,19 +148,57 @@ class Stopper:
 
     @property
     def tensors(self) -> dict[str, Array]:
+        """Return its arrays by name."""
         return {name: getattr(self, name) for name in _TENSORS}
 
     @property
     def contents(self) -> StopperContents:
+        """Return its kind and its signals, as a file has them."""
         return StopperContents(kind=self.kind, signals=list(self.signals))
 
     def check(self, weights: str | None) -> None:
+        """Reject another model than the one to which it was fitted.
+
+        Parameters
+        ----------
+        weights
+            The hash of the model's weights; None if unknown.
+
+        Raises
+        ------
+        UserError
+            If it was fitted to another model.
+        """
         check_host(self.provenance, weights, "stopper")
 
     def check_calibration(self, recording: OfSplit) -> None:
+        """Reject data to which it was fitted, for choosing its threshold or measuring it.
+
+        Parameters
+        ----------
+        recording
+            A recording or a live run.
+
+        Raises
+        ------
+        UserError
+            If it was fitted to this data.
+        """
         check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
+        """Reject another full depth than the one to which it was fitted.
+
+        Parameters
+        ----------
+        num_loops
+            Full depth.
+
+        Raises
+        ------
+        UserError
+            If it differs.
+        """
         if num_loops != self.num_loops:
             raise UserError(
                 f"This stopper was fitted to {self.num_loops} loops, and here full depth is {num_loops}; fit one to "
@@ -131,7 +206,23 @@ class Stopper:
             )
 
     def values(self, trajectory: Trajectory) -> Signal:
-        """[N, T] its signal on a recording; at full depth 0, where nothing is left to gain."""
+        """Compute its signal on a recording.
+
+        Parameters
+        ----------
+        trajectory
+            A recording with the signals that it reads.
+
+        Returns
+        -------
+        NDArray[np.float64]
+            [N, T] the signal; 0 at full depth, where nothing is left to gain.
+
+        Raises
+        ------
+        UserError
+            If the recording has another depth, or lacks a signal.
+        """
         self.check_depth(trajectory.num_loops)
         result, before = np.zeros((trajectory.num_examples, self.num_loops)), None
         for loop, bins in enumerate(bins_by_loop(self.signals, trajectory, self.edges)):
@@ -140,7 +231,20 @@ class Stopper:
         return result
 
     def step(self, now: Array, state: State | None) -> tuple[Signal, State]:
-        """The same of rows at loops of their own, from signals [N, F] of this loop."""
+        """Compute its signal for rows that are at loops of their own.
+
+        Parameters
+        ----------
+        now
+            [N, F] the signals at this loop.
+        state
+            The state after the loop before; None at loop 1.
+
+        Returns
+        -------
+        tuple[NDArray[np.float64], State]
+            [N] its signal, and the state for the next loop.
+        """
         if state is None:
             state = (np.zeros(len(now), dtype=np.int64), np.zeros(now.shape, dtype=np.int32))
         loops, before = state
@@ -152,7 +256,13 @@ class Stopper:
         return scores, (loops + 1, bins)
 
     def readout(self) -> Readout:
-        """Its step, for whoever follows rows: it reads [N, F], the signals that it names."""
+        """Make the readout that runs it live.
+
+        Returns
+        -------
+        Readout
+            A readout whose step reads the signals [N, F].
+        """
         return Readout("stopper", "below", "hidden", self.step)
 
     def _scores(self, loop: int, now: Array, before: Array) -> Signal:
@@ -183,17 +293,65 @@ class Stopper:
         return self.feature.astype(np.intp), children.astype(np.intp)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the stopper, whole or not at all."""
+        """Write the stopper to a folder, whole or not at all.
+
+        Parameters
+        ----------
+        folder
+            The folder of the stopper.
+
+        Raises
+        ------
+        UserError
+            If the folder holds something else.
+        """
         save_artifact(folder, GATE, GATE_SCHEMA, plain(self.contents), self.provenance, {GATE_WEIGHTS: self.tensors})
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """The stopper in a folder, after its file was checked against its hash."""
+        """Read a stopper and check its file against its hash.
+
+        Parameters
+        ----------
+        folder
+            The folder of the stopper.
+
+        Returns
+        -------
+        Stopper
+            The stopper.
+
+        Raises
+        ------
+        UserError
+            If a file is missing or was altered.
+        """
         found = load_artifact(Path(folder), GATE, GATE_SCHEMA, StopperContents, GATE_WEIGHTS)
         return cls.of_tensors(found.contents, found.arrays, found.provenance)
 
     @classmethod
     def of_tensors(cls, contents: StopperContents, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        """Make a stopper of its arrays.
+
+        Parameters
+        ----------
+        contents
+            Its kind and its signals.
+        tensors
+            The arrays by name.
+        provenance
+            How it was fitted, and to which weights.
+
+        Returns
+        -------
+        Stopper
+            The stopper.
+
+        Raises
+        ------
+        UserError
+            If these are not the arrays of a stopper.
+        """
         if set(tensors) != set(_TENSORS):
             raise UserError(f"These are not the tensors of a stopper: {', '.join(sorted(tensors))}.")
         arrays = {name: np.array(value) for name, value in tensors.items()}

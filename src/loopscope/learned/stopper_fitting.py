@@ -55,9 +55,36 @@ class FittedStopper(NamedTuple):
 def fit_stopper(
     recording: Trajectory, settings: StopperSettings | None = None, *, signals: list[str] | None = None, **changes: Any
 ) -> Stopper:
-    """A rule on all signals of a recording together, which chooses when to exit; see `StopperSettings` for `changes`.
+    """Fit a rule that reads all signals of a recording together.
 
-    It reads the signals that the recording has (or those that are named), at every loop and at the one before.
+    Parameters
+    ----------
+    recording
+        A recording of the train split, or one without a split.
+    settings
+        `StopperSettings` (default: its defaults).
+    signals
+        The names of the signals to read (default: all that the recording has).
+    **changes
+        Other values of the settings: `kind="classifier"`, `gain="agreement"` (needs no labels), `trees=`, `leaf=`,
+        `seed=`.
+
+    Returns
+    -------
+    Stopper
+        The stopper, as a readout `stopper:NAME` once it is attached.
+
+    Raises
+    ------
+    UserError
+        If the recording is too small, is for evaluation, or has no signal to read.
+
+    Examples
+    --------
+    >>> stopper = ls.fit_stopper(recording("train", 2), trees=32)
+    >>> both = [ls.attach(each, {"price": stopper}) for each in (validation, test)]
+    >>> ls.sweep("stopper:price", *both).depth_at(0.9) < 4
+    True
     """
     return fit_out_of_bag(recording, settings, signals=signals, **changes).stopper
 

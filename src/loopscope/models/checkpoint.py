@@ -29,6 +29,7 @@ from loopscope.models.checkpoint_folder import (
     WEIGHTS,
     CheckpointConfig,
     check_hashes,
+    check_plain,
     find_checkpoint,
     looped_model_type,
     read_checkpoint_config,
@@ -41,7 +42,7 @@ from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
 from loopscope.models.linear import pack_weights
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
-from loopscope.models.looped_model import LoopedModel
+from loopscope.models.looped_model import LoopedModel, plain_tensors
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
 
@@ -62,19 +63,44 @@ def load_model(
     revision: str | None = None,
     pack: bool = True,
 ) -> LoopedModel:
-    """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
+    """Load a looped model, ready to be evaluated.
 
-    Every tensor is read once and straight to its place, so the weights are never in memory twice. LoopScope rejects
-    weights that are not finite, and files of a run trained here that were altered since.
+    LoopScope rejects weights that are not finite, and files that were altered since training.
 
-    On a CPU, large matrices are packed for few tokens where a measurement says that this is faster
-    (`models/linear.py`): such a model answers, and cannot be trained. With `pack=False` they stay as they are.
+    Parameters
+    ----------
+    source
+        The folder of a run or a checkpoint, or a name on the Hub.
+    device
+        Where the model runs (default: "cpu").
+    dtype
+        "float32", "bfloat16" or "float16" (default: as in its file).
+    revision
+        The revision on the Hub (default: the newest).
+    pack
+        On a CPU, rearrange large matrices where that is faster (the default). Such a model cannot be trained.
+
+    Returns
+    -------
+    LoopedModel
+        The model in evaluation mode, without gradients.
+
+    Raises
+    ------
+    UserError
+        If there is no such checkpoint, if its files were altered, or if it needs a class that is not registered.
+
+    Examples
+    --------
+    >>> ls.load_model(checkpoint).num_loops
+    4
     """
     if dtype is not None:
         check_known(dtype, DTYPES, "precision")
     device = check_device(device)
     path = find_checkpoint(source, revision)
     check_hashes(path)
+    check_plain(path)
     model = model_without_weights(path)
     fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.to(device)  # what no file holds: constants that a class of the user's has made
@@ -156,7 +182,8 @@ def require_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """The name of the first tensor with a NaN or an infinity; one pass over each, and one number leaves the device."""
-    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    parts = (part for each in tensors.items() for part in plain_tensors(*each))
+    filled = {name: tensor.detach() for name, tensor in parts if tensor.numel()}
     if not filled:
         return None
     finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in filled.values()])

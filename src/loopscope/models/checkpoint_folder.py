@@ -12,8 +12,8 @@ hashes (a checkpoint from the Hub, weights copied by themselves) is taken as it 
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,21 +30,26 @@ from loopscope.config import (
     digest,
     plain,
     read_json,
+    to_json,
     write_json,
 )
 from loopscope.errors import UserError
 from loopscope.files import is_file, is_folder, is_plain_name, no_folder
+from loopscope.scope import CacheMode
 from loopscope.user_code import is_user_name
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HASHES = "hashes.json"
+GENERATION = "generation_config.json"
 BESIDE_WEIGHTS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template.jinja"),
+    *(GENERATION, "chat_template.jinja"),
 )
 """What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
+POLICY = "exit_policy/policy.json"
+"""The exit policy that was saved with a model; in a folder of its own, so that nobody takes its gate for weights."""
 FETCHED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 LOOPED = ("loopscope", "ouro", "huginn_raven", "looped_llama")
@@ -252,7 +257,7 @@ def end_tokens(folder: Path) -> set[int]:
     """The tokens that end a text, by the configurations of the model and of its generation."""
     ends: set[int] = set()
     size: int | None = None
-    for name in (CONFIG, "generation_config.json"):
+    for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
             config = read_json(_Ends, folder / name, "model configuration")
             size = size or config.vocab_size
@@ -264,6 +269,69 @@ def end_tokens(folder: Path) -> set[int]:
             "correct its eos_token_id."
         )
     return ends
+
+
+def beside_weights(folder: Path, name: str) -> bytes:
+    """What a file beside the weights holds for another checkpoint that is made of this one; no exit policy goes along,
+    because it is for these weights."""
+    data = (folder / name).read_bytes()
+    if name != GENERATION:
+        return data
+    config = read_json(dict[str, Any], folder / GENERATION, "generation configuration")
+    if "policy" not in config:
+        return data
+    return to_json({key: value for key, value in config.items() if key not in GenerationExits.__struct_fields__})
+
+
+class GenerationExits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a generation configuration says of exits."""
+
+    policy: str | None = None  # a file, from the folder of the checkpoint on
+    cache: CacheMode | None = None  # None: the one that the policy was calibrated for
+    lossless: bool = False
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        exits = read_json(cls, file, "generation configuration")
+        path = PurePosixPath(exits.policy or "")
+        if path.is_absolute() or ".." in path.parts:
+            raise UserError(
+                f"{file} names the exit policy '{path}', which lies outside of its folder; save the model with its "
+                "policy (model.exit_policy = ..., save_pretrained)."
+            )
+        return exits
+
+
+def named_policy(folder: Path) -> Path | None:
+    """The file of the exit policy that a checkpoint's `generation_config.json` names; None if it names none."""
+    if not (folder / GENERATION).is_file():
+        return None
+    name = GenerationExits.read(folder / GENERATION).policy
+    if name is None:
+        return None
+    if not (folder / name).is_file():
+        raise no_named_policy(name, folder)
+    return folder / name
+
+
+def no_named_policy(name: str, source: str | Path) -> UserError:
+    return UserError(
+        f"{GENERATION} of {source} names the exit policy '{name}', and there is no such file; put it there, or remove "
+        "'policy' from the configuration."
+    )
+
+
+class _Quantised(msgspec.Struct, frozen=True):
+    quantization_config: dict[str, Any] | None = None
+
+
+def check_plain(folder: Path) -> None:
+    """Reject quantised weights, which transformers reads."""
+    if read_json(_Quantised, folder / CONFIG, "model configuration").quantization_config is not None:
+        raise UserError(
+            f"The weights in {folder} are quantised; load them by transformers (AutoModelForCausalLM.from_pretrained, "
+            "with `import loopscope.integrations.transformers`): its `looped` is the model for LoopScope."
+        )
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):

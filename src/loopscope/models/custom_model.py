@@ -21,11 +21,27 @@ _SIZES = {"num_loops": "loops", "block_size": "block_size", "vocab_size": "vocab
 
 
 def register_model(model: str | type[LoopedModel]) -> str:
-    """Let runs of a class of your own be trained, loaded, recorded and run.
+    """Let runs of a custom class be trained, loaded, recorded and run.
 
-    Parameters: `model` is the class, or "module:Class", which is imported.
-    Returns its name, for the settings of a run: `model = NAME`.
-    Raises `UserError` if it cannot be imported, or is no `LoopedModel`.
+    Parameters
+    ----------
+    model
+        The class, or "module:Class", which is imported.
+
+    Returns
+    -------
+    str
+        Its name for the settings of a run: `model = NAME`.
+
+    Raises
+    ------
+    UserError
+        If it cannot be imported, or if it is no `LoopedModel`.
+
+    Examples
+    --------
+    >>> ls.register_model(Tiny)
+    'my_model:Tiny'
     """
     name = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
     if not is_user_name(name):

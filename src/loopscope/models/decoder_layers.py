@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
+from loopscope.errors import UserError
 from loopscope.models.attention import Llama3Scaling, Rotary, cached_attention
 from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.linear import Linear
@@ -190,11 +191,18 @@ def through(layers: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tens
 def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
     """Halt logits [...] of a language model's gate; in float32, since in bf16 the exit CDF would round to 1 too early.
 
-    One with an adapter around it is more than its weights, and computes in the precision of these.
+    One with an adapter around it is more than its weights, and computes in the precision of these; so do weights of
+    another kind (quantised ones).
     """
-    if hasattr(gate, "base_layer"):
-        adapted: Tensor = gate(pooled.to(gate.weight.dtype))
-        return adapted.float().squeeze(-1)
+    if not isinstance(gate.weight, Tensor):
+        raise UserError(
+            "The gate was replaced by a module without plain weights, and no other layer was: torch.ao.quantization "
+            "knows nn.Linear alone, not what is derived from it. For int8 weights take torchao "
+            "(from_pretrained(..., quantization_config=TorchAoConfig(Int8WeightOnlyConfig())))."
+        )
+    if hasattr(gate, "base_layer") or type(gate.weight) is not nn.Parameter:
+        own: Tensor = gate(pooled.to(gate.weight.dtype))
+        return own.float().squeeze(-1)
     with torch.autocast(pooled.device.type, enabled=False):
         return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 

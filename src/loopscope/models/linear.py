@@ -112,6 +112,8 @@ class Linear(nn.Linear):
 
     def _few(self, input: Tensor) -> bool:
         """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
+        if type(self.weight) is not nn.Parameter:  # of another kind, as quantised ones are
+            return False
         if input.dim() != 2 or input.device.type != "cpu" or not input.dtype == self.weight.dtype == torch.float32:
             return False
         if torch.get_num_threads() == 1:

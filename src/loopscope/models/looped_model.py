@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError, reason
@@ -101,7 +102,25 @@ class Loops:
 
 
 class LoopedModel(nn.Module):
-    """Base of every looped model."""
+    """Be the base of every looped model: embed tokens, apply the shared block, read the state.
+
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`; with a gate
+    also `halt`. It declares what else it can do (`kv_cache`, `branches`, `causal`). `check_model` compares that with a
+    plain pass. `SimpleLoopedModel` is the shorter way.
+
+    Shapes: B rows, M tokens of the longest row, S states of all tokens, T loops, D width, V vocabulary.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        As in `torch.nn.Module`.
+
+    Examples
+    --------
+    >>> said = model.loops(torch.tensor([[1, 2, 3]]))
+    >>> said.logits.shape  # [T, B, M, V]
+    torch.Size([4, 1, 3, 8])
+    """
 
     num_loops: int
     """T, the depth the model was trained for."""
@@ -134,10 +153,9 @@ class LoopedModel(nn.Module):
 
     @property
     def weights_sha256(self) -> str:
-        """What tells this model from any other: the hash of the file that it was loaded from, or of its parameters.
+        """Return the hash that tells this model from any other: of its file, or of its parameters.
 
-        A loaded model whose parameters were changed since is another model, and so is one in another precision. Where
-        the network follows from a configuration, too, the hash of that comes after it (`loopscope.model_identity`).
+        Changed parameters or another precision make another model.
         """
         if not self.is_identified:
             self.identify_by(lambda: tensors_sha256(self._stored_tensors()))
@@ -149,21 +167,29 @@ class LoopedModel(nn.Module):
 
     @property
     def configuration_sha256(self) -> str | None:
-        """What tells how it computes with its weights, of a model that a configuration describes; not its depth."""
+        """Return the hash of the configuration; None if none describes the model."""
         return None
 
     @property
     def precision(self) -> str:
-        """That of the weights."""
-        return str(next(self.parameters()).dtype).removeprefix("torch.")
+        """Return the precision of the weights; of quantised weights their kind, too."""
+        kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
+        plain = next(self.parameters()).dtype
+        return " with ".join((str(plain).removeprefix("torch."), *sorted(kinds)))
 
     @property
     def is_identified(self) -> bool:
-        """Whether the weights are still those that `identify_by` was called for."""
+        """Tell whether the weights are still those for which `identify_by` was called."""
         return self._identity is not None and self._identity[0] == self._fingerprint()
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
-        """Lets the weights as they are now be known by what this returns, which is asked for when it is needed."""
+        """Set the function that hashes the weights as they are now; it is called when the hash is needed.
+
+        Parameters
+        ----------
+        hashed
+            Returns the hash.
+        """
         self._identity = (self._fingerprint(), hashed)
 
     def _fingerprint(self) -> list[Any]:
@@ -183,52 +209,175 @@ class LoopedModel(nn.Module):
         for name, module in self.named_modules(remove_duplicate=False):
             held: dict[str, Tensor] = {}
             module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
-            yield from held.items()
+            for key, tensor in held.items():
+                yield from plain_tensors(key, tensor)
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        """The state before the first loop, of the tokens [S] that lie as `layout` says."""
+        """Compute the state before the first loop.
+
+        Parameters
+        ----------
+        tokens
+            [S] tokens of all rows, one after the other.
+        layout
+            Where the rows lie.
+
+        Returns
+        -------
+        LoopState
+            The state before the first loop.
+        """
 
     @abstractmethod
     def step(self, state: LoopState) -> LoopState:
-        """One application of the shared block."""
+        """Apply the shared block once.
+
+        Parameters
+        ----------
+        state
+            The state of rows, each at its own loop.
+
+        Returns
+        -------
+        LoopState
+            The state after one more loop.
+        """
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [S, D] of all."""
+        """Read the state as the head and the gate do.
+
+        Parameters
+        ----------
+        state
+            The state of rows.
+        positions
+            [B] one position a row (default: all tokens).
+
+        Returns
+        -------
+        Tensor
+            [B, D] at these positions, or [S, D].
+        """
         return state.at(positions)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """What `predict` reads, in the shape of `pooled`, which it is unless a model does more before its head."""
+        """Compute what `predict` reads: `pooled`, unless the model does more before its head.
+
+        Parameters
+        ----------
+        state
+            The state of rows.
+        positions
+            [B] one position a row (default: all tokens).
+
+        Returns
+        -------
+        Tensor
+            In the shape of `pooled`.
+        """
         return self.pooled(state, positions)
 
     @abstractmethod
     def predict(self, head_input: Tensor) -> Tensor:
-        """Logits [..., V] from what the head reads [..., D]."""
+        """Compute logits.
+
+        Parameters
+        ----------
+        head_input
+            [..., D] what the head reads.
+
+        Returns
+        -------
+        Tensor
+            [..., V] logits.
+        """
 
     def halt(self, pooled: Tensor) -> Tensor | None:
-        """Halt logits [...] from pooled states [..., D]; None without a gate."""
+        """Compute halt logits; a model without a gate returns None.
+
+        Parameters
+        ----------
+        pooled
+            [..., D] pooled states.
+
+        Returns
+        -------
+        Tensor or None
+            [...] halt logits.
+        """
         return None
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor | None:
-        """`pooled` after one more loop, the last of these rows, from a model that can leave out what is not read."""
+        """Compute `pooled` after one more loop, without anything that is not read then.
+
+        Parameters
+        ----------
+        state
+            The state of rows before their last loop.
+        positions
+            [B] one position a row.
+
+        Returns
+        -------
+        Tensor or None
+            [B, D]; None if the model cannot leave anything out.
+        """
         return None
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
-        """`pooled` after one more loop, and the state in the middle of that loop, from which `finish_step` goes on.
+        """Compute `pooled` after one more loop before that loop is complete, so that rows that exit skip its rest.
 
-        So rows that exit do not run the rest of the loop. None from a model whose loops are not divided.
+        Parameters
+        ----------
+        state
+            The state of rows.
+        positions
+            [B] one position a row.
+
+        Returns
+        -------
+        tuple[Tensor, LoopState] or None
+            [B, D], and the state from which `finish_step` goes on; None if the model's loops are not divided.
         """
         return None
 
     def finish_step(self, begun: LoopState) -> LoopState:
-        """What `step` returns, from the middle of the loop; of some of the rows, if others were left out there."""
+        """Complete a loop that `early_pooled` began.
+
+        Parameters
+        ----------
+        begun
+            The state in the middle of the loop, of all rows or of some.
+
+        Returns
+        -------
+        LoopState
+            What `step` returns.
+        """
         raise NotImplementedError
 
     def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
-        """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
+        """Compute the state before the first loop, of padded rows.
 
-        With `share`, rows that begin alike keep their common states once, if the model is causal. Tokens and lengths
-        that are on the CPU go to the model's device, and the host need not wait for that.
+        Parameters
+        ----------
+        tokens
+            [B, M] tokens; those on the CPU go to the model's device.
+        lengths
+            [B] where each row ends (default: M).
+        share
+            Keep common beginnings of rows once, if the model is causal.
+
+        Returns
+        -------
+        LoopState
+            The state before the first loop.
+
+        Raises
+        ------
+        UserError
+            If a row is longer than `block_size`.
         """
         rows, longest = tokens.shape
         lengths = torch.full((rows,), longest) if lengths is None else lengths
@@ -239,7 +388,25 @@ class LoopedModel(nn.Module):
         return self.begin_packed(layout.pack(upload(tokens, device)), layout)
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        """The same of tokens [S] that lie as `layout` says."""
+        """Compute the state before the first loop, of packed rows.
+
+        Parameters
+        ----------
+        tokens
+            [S] tokens of all rows, one after the other.
+        layout
+            Where the rows lie.
+
+        Returns
+        -------
+        LoopState
+            The state before the first loop.
+
+        Raises
+        ------
+        UserError
+            If a row is longer than `block_size`, or if the layout takes what the model does not declare.
+        """
         if layout.cache is not None:
             self.require("kv_cache", "Rows after cached tokens")
         if layout.host_branches is not None:
@@ -248,12 +415,31 @@ class LoopedModel(nn.Module):
         return self.embed(tokens, layout)
 
     def require_evaluation(self) -> None:
-        """Reject a model in training mode, whose dropout would answer otherwise every time."""
+        """Reject a model in training mode, whose dropout would change every answer.
+
+        Raises
+        ------
+        UserError
+            If the model is in training mode.
+        """
         if self.training:
             raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
 
     def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
-        """Reject a use that takes a capability that the model does not declare."""
+        """Reject a use that the model does not declare.
+
+        Parameters
+        ----------
+        capability
+            "kv_cache", "branches" or "causal".
+        what
+            The use, in words.
+
+        Raises
+        ------
+        UserError
+            If the model does not declare it.
+        """
         if not getattr(self, capability):
             raise UserError(
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
@@ -261,9 +447,17 @@ class LoopedModel(nn.Module):
             )
 
     def set_depth(self, loops: int) -> None:
-        """Run `loops` loops from now on, in place of those that the model was trained for; 1 or more.
+        """Run another number of loops from now on than in training.
 
-        Raises `UserError` where the model cannot: it has learned something for each loop, or fails beyond the last.
+        Parameters
+        ----------
+        loops
+            The number of loops, from 1 on.
+
+        Raises
+        ------
+        UserError
+            If the model learned something for each loop, or if it fails beyond the last.
         """
         trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
         if loops == trained:
@@ -279,13 +473,34 @@ class LoopedModel(nn.Module):
             raise UserError(f"{beyond} ({reason(error)}); ask for fewer.") from error
 
     def ideal_speedup(self, loops: float) -> float:
-        """How much faster than full depth a token is after so many loops, if it takes what its layers take: those
-        before the loops once, those of the head once, at the exit."""
+        """Compute how much faster than full depth a token could be, counted in layers.
+
+        Parameters
+        ----------
+        loops
+            Average loops.
+
+        Returns
+        -------
+        float
+            The speed-up; layers before and after the loops count once.
+        """
         overhead = self.embed_cost + self.head_cost
         return (self.num_loops + overhead) / (loops + overhead)
 
     def check_length(self, length: int) -> None:
-        """Reject rows that are too long for the model."""
+        """Reject rows that are too long for the model.
+
+        Parameters
+        ----------
+        length
+            Tokens of the longest row.
+
+        Raises
+        ------
+        UserError
+            If the length exceeds `block_size`.
+        """
         if length > self.block_size:
             raise UserError(
                 f"The examples have {length} tokens, but the model's block size is {self.block_size}; nothing is cut "
@@ -295,7 +510,22 @@ class LoopedModel(nn.Module):
     def unroll(
         self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
-        """The state after each loop (default: all of the model's); `cache(loop)` is what its rows come after there."""
+        """Apply loop after loop.
+
+        Parameters
+        ----------
+        state
+            The state before them.
+        num_loops
+            The number of loops (default: all).
+        cache
+            A function of the loop that returns the cached tokens before the rows (default: none).
+
+        Returns
+        -------
+        Iterator[LoopState]
+            The state after each loop.
+        """
         for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
             state = self._stepped(state if cache is None else state.with_cache(cache(loop)))
             yield state
@@ -310,17 +540,43 @@ class LoopedModel(nn.Module):
         return checkpoint(step, state.hidden, use_reentrant=False)  # draws the same random numbers again, if any
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`pooled` and `head_input`, which are one tensor unless the head attends."""
+        """Compute `pooled` and `head_input`; they are one tensor unless the head attends.
+
+        Parameters
+        ----------
+        state
+            The state of rows.
+        positions
+            [B] one position a row (default: all tokens).
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            Both, in the shape of `pooled`.
+        """
         pooled = self.pooled(state, positions)
         return pooled, self.head_input(state, positions) if self.head_attends else pooled
 
     def deepest(
         self, state: LoopState, num_loops: int, positions: Tensor | None = None, truncated: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`read` after so many loops, at every token or at one position a row; what comes before them is not read.
+        """Apply loops and read the last one only.
 
-        With `truncated`, gradients flow through the last so many loops only, and none reaches the embedding unless
-        these are all.
+        Parameters
+        ----------
+        state
+            The state before them.
+        num_loops
+            The number of loops.
+        positions
+            [B] one position a row (default: all tokens).
+        truncated
+            Let gradients flow through the last so many loops only (default: through all).
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            `pooled` and `head_input` after the last loop.
         """
         free = 0 if truncated is None else max(num_loops - truncated, 0)
         for loop in range(num_loops - 1):
@@ -336,9 +592,24 @@ class LoopedModel(nn.Module):
         num_loops: int | None = None,
         positions: Tensor | None = None,
     ) -> Loops:
-        """Logits, pooled states and halt logits of every loop, at every token or at one position a row.
+        """Compute what the model says at every loop.
 
-        At every token, pooled states beyond a row's end are zero.
+        Parameters
+        ----------
+        tokens
+            [B, M] tokens.
+        lengths
+            [B] where each row ends (default: M).
+        num_loops
+            The number of loops (default: all).
+        positions
+            [B] one position a row (default: all tokens).
+
+        Returns
+        -------
+        Loops
+            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; without M if there are positions.
+            Pooled states beyond a row's end are zero.
         """
         depth = self.num_loops if num_loops is None else num_loops
         assert depth >= 1
@@ -364,6 +635,16 @@ _LACKING = {
 }
 
 
+def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensor itself, or the plain ones of which a quantised one is made, under names that say how it computes."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    parts, settings = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from plain_tensors(f"{name}.{type(tensor).__name__}({settings}).{part}", getattr(tensor, part))
+
+
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The hash of tensors, with their names, in this order; large models take a while."""
     sha256 = hashlib.sha256()
@@ -379,23 +660,71 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 
 
 class SimpleLoopedModel(LoopedModel):
-    """The simple tier of the contract: four methods around a network that knows padded batches and nothing else.
+    """Adapt a network that knows padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
 
-    Embed the tokens, apply the block to a padded batch with a mask, predict, and (if there is a gate) halt. That is
-    enough to be recorded, diagnosed, calibrated and run row by row. `predict(hidden [..., D]) -> [..., V]` and
-    `halt(hidden [..., D]) -> [...]` are as in `LoopedModel`. Text and questions with choices need a KV cache and
-    branches: `LoopedModel` itself, with `cached_attention`.
+    That is enough to be recorded, diagnosed, calibrated and run row by row. Text and questions with choices need a KV
+    cache and branches: derive from `LoopedModel`.
+
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`; with a
+    gate also `halt`.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        As in `torch.nn.Module`.
+
+    Examples
+    --------
+    >>> class Counter(ls.SimpleLoopedModel):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.num_loops, self.block_size, self.vocab_size = 3, 8, 5
+    ...         self.embedding, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5)
+    ...     def embed_rows(self, tokens, mask):
+    ...         return self.embedding(tokens)
+    ...     def block(self, hidden, mask):
+    ...         return torch.tanh(2 * hidden)
+    ...     def predict(self, head_input):
+    ...         return self.head(head_input)
+    >>> len(ls.check_model(Counter().eval())) > 0
+    True
     """
 
     causal = False  # the careful answer: set it to True where a token sees none after it, and states can be shared
 
     @abstractmethod
     def embed_rows(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """The hidden states [B, M, D] before the first loop, of tokens [B, M]; `mask` [B, M] is false where padded."""
+        """Compute the hidden states before the first loop.
+
+        Parameters
+        ----------
+        tokens
+            [B, M] tokens.
+        mask
+            [B, M] false where a row is padded.
+
+        Returns
+        -------
+        Tensor
+            [B, M, D] hidden states.
+        """
 
     @abstractmethod
     def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """One loop: [B, M, D] -> [B, M, D]; what is padded must not be attended to."""
+        """Apply one loop; nothing may attend to padding.
+
+        Parameters
+        ----------
+        hidden
+            [B, M, D] hidden states.
+        mask
+            [B, M] false where a row is padded.
+
+        Returns
+        -------
+        Tensor
+            [B, M, D] hidden states after the loop.
+        """
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         longest = layout.longest

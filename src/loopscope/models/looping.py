@@ -65,10 +65,47 @@ def loop(
     injection: bool = False,
     gate: Literal["none", "linear"] = "none",
 ) -> LoopedCheckpoint:
-    """Write the checkpoint `source` (a folder, a name on the Hub, or a GGUF file) to `out` as a looped model.
+    """Write an ordinary language model as a looped one.
 
-    The layers in `drop` are left out. Of the others the first `prelude` run once, the next `core` in each of `loops`
-    loops, and the rest at every exit; with all layers and no damping, loop 1 is the original model.
+    With all layers and no damping, loop 1 is the original model. Nothing is trained.
+
+    Parameters
+    ----------
+    source
+        The checkpoint: a folder, a name on the Hub, or a GGUF file.
+    out
+        The folder of the looped checkpoint.
+    prelude
+        The number of first layers, which run once.
+    core
+        The number of layers after them, which run in every loop. The rest runs at every exit.
+    loops
+        The number of loops at full depth.
+    drop
+        Numbers of layers to leave out (default: none).
+    damping
+        X in h + X (core(h) - h), which a loop gives (default: 1).
+    injection
+        Add a map of the prelude's output before every loop.
+    gate
+        "linear" adds an untrained gate (default: "none").
+
+    Returns
+    -------
+    LoopedCheckpoint
+        What was written, in words and numbers.
+
+    Raises
+    ------
+    UserError
+        If the checkpoint cannot be looped so.
+
+    Examples
+    --------
+    >>> ls.loop(llama, folder / "looped", prelude=2, core=2, loops=3)
+    LoopedCheckpoint(...)
+    >>> ls.load_model(folder / "looped").num_loops
+    3
     """
     target, dropped = new_path(out), sorted(set(drop))
     original = _read(source)

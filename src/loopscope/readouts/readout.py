@@ -50,17 +50,36 @@ NOT_LIVE = ("correct", None)
 
 @dataclass(frozen=True)
 class Readout:
-    """A signal, and whether an example exits where it is above or below a threshold (or meets it).
+    """Define a signal, and whether an example exits where it is above or below a threshold.
 
-    `reads` is what the step gets of a loop: logits [N, V] (-inf for a class that an example does not have), the pooled
-    state hidden [N, D], gate_logits [N] or predictions [N], the answers. `step(now, state)` gives the values [N] of the
-    signal at this loop, NaN where it has none yet, and the state for the next: a tuple of arrays with a row for every
-    row of `now`. The state is None at loop 1. Rows have nothing to do with each other; they may be at different loops.
-    A `step(now)` that needs no state gives the values alone.
+    The step runs over a recording and in the engine, so a replay and a live run decide alike. Rows must not influence
+    each other. Without `reads` and `step` the signal comes with recordings: it can be replayed, but not run.
 
-    Without `reads` and `step` it is a signal that comes with recordings: it can be replayed, but not run.
+    Parameters
+    ----------
+    name
+        Letters, digits, `_`, `.` and `-`.
+    exits
+        "above" or "below": the side of the threshold on which an example exits. Equal values exit, too.
+    reads
+        What the step gets of a loop: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
+    step
+        `step(now)` returns the signal [N]. `step(now, state)` returns the signal and the state for the next loop, a
+        tuple of arrays with a row for every row; the state is None at loop 1. A signal is NaN if it has no value yet.
+    takes
+        What its threshold is: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
 
-    `takes` is what a threshold of it is: a value of the signal, a depth (`fixed`), or nothing (`oracle`).
+    Raises
+    ------
+    UserError
+        If the name or the definition is not valid.
+
+    Examples
+    --------
+    >>> def best_logit(logits):
+    ...     return logits.max(axis=1)
+    >>> ls.Readout("best_logit", exits="above", reads="logits", step=best_logit).name
+    'best_logit'
     """
 
     name: str
@@ -84,7 +103,7 @@ class Readout:
 
     @cached_property
     def looks_back(self) -> bool:
-        """Whether its step takes a state: a second argument, unless it is an option with a value of its own."""
+        """Tell whether its step takes a state."""
         if self.step is None or isinstance(self.step, np.ufunc):
             return False
         try:
@@ -98,12 +117,12 @@ class Readout:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a user's, and not built in."""
+        """Tell whether it is custom, and not built in."""
         return self.step is None or not str(getattr(self.step, "__module__", "")).startswith("loopscope.")
 
     @cached_property
     def definition_sha256(self) -> str | None:
-        """Of a user's readout: what it reads, when it exits and the text of its step, if there is one to be had."""
+        """Return the hash of a custom readout: what it reads, when it exits, and the text of its step."""
         if not self.is_own:
             return None
         try:
@@ -114,9 +133,24 @@ class Readout:
         return digest([self.name, self.exits, self.reads, source])
 
     def advance(self, now: Array, state: State | None) -> tuple[NDArray[np.float64], State | None]:
-        """One loop of rows: the signal [N], and what the next loop needs.
+        """Compute one loop of rows.
 
-        A custom step cannot write to the rows, and when it fails, LoopScope says so in a sentence.
+        Parameters
+        ----------
+        now
+            What the step reads, a row for every row.
+        state
+            The state after the loop before; None at loop 1.
+
+        Returns
+        -------
+        tuple[NDArray[np.float64], State or None]
+            [N] the signal, and the state for the next loop.
+
+        Raises
+        ------
+        UserError
+            If a custom step fails, or if it returns something else than a number for every row.
         """
         assert self.step is not None
         now = now.view()
@@ -194,12 +228,62 @@ _STOPPER = Readout("stopper", "below", "hidden", _without_its_stopper)
 
 
 def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) -> Callable[[Step], Readout]:
-    """A decorator: the function below it is the step of a readout, which is known from then on."""
+    """Register the function below this decorator as the step of a readout.
+
+    Parameters
+    ----------
+    name
+        The readout's name.
+    exits
+        "above" or "below": the side of the threshold on which an example exits.
+    reads
+        What the step gets of a loop: "logits", "hidden", "gate_logits" or "predictions".
+
+    Returns
+    -------
+    Callable
+        The decorator; it turns the step into a `Readout`.
+
+    Raises
+    ------
+    UserError
+        If there is another readout of this name.
+
+    Examples
+    --------
+    >>> @ls.readout("largest_logit", exits="above", reads="logits")
+    ... def largest_logit(logits):
+    ...     return logits.max(axis=1)
+    >>> ls.sweep("largest_logit", validation, test).depth_at(0.9) < 4
+    True
+    """
     return lambda step: register_readout(Readout(name, exits, reads, step))
 
 
 def register_readout(new: Readout) -> Readout:
-    """Makes a readout known to everything that takes the name of one."""
+    """Make a readout known to everything that takes the name of one.
+
+    Parameters
+    ----------
+    new
+        The readout.
+
+    Returns
+    -------
+    Readout
+        The same readout.
+
+    Raises
+    ------
+    UserError
+        If there is another readout of this name.
+
+    Examples
+    --------
+    >>> spread = ls.Readout("spread", exits="above", reads="logits", step=lambda logits: logits.std(axis=1))
+    >>> ls.register_readout(spread).name in ls.READOUTS
+    True
+    """
     old = READOUTS.get(new.name)
     if old is not None and old != new and not (old.is_own and _defined_again(old, new)):
         raise UserError(f"There is another readout '{new.name}' already; give yours another name.")

@@ -30,7 +30,30 @@ _RECORDED_ROUNDING = 1e-4
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
-    """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    """Read a signal of a recording: as recorded, or computed from what it needs, once.
+
+    Parameters
+    ----------
+    name
+        The name of a readout or a recorded signal.
+    trajectory
+        The recording.
+
+    Returns
+    -------
+    NDArray[np.float64]
+        [N, T] values, NaN where the signal has none yet.
+
+    Raises
+    ------
+    UserError
+        If the recording lacks what the signal needs.
+
+    Examples
+    --------
+    >>> ls.signal("entropy", test).shape
+    (1000, 4)
+    """
     if name == "gate" and gate_readout(trajectory) == "halting":
         raise UserError("The gate of this recording was trained with ACT, which exits by another rule; use 'halting'.")
     definition = find_readout(name)

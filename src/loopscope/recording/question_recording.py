@@ -80,10 +80,54 @@ def record_benchmark(
     batch_tokens: int = BATCH_TOKENS,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
-    """Records a split of a benchmark; an identical recording is used again, one that was interrupted goes on.
+    """Record the questions of a benchmark, in one pass.
 
-    `shots` are few-shot examples, in place of the benchmark's own number. `shard` (k, n) takes every n-th question,
-    from the k-th on.
+    An identical recording is used again, and an interrupted one goes on.
+
+    Parameters
+    ----------
+    checkpoint
+        The folder of a language model, or its name on the Hub.
+    benchmark
+        "mmlu", "arc_easy", "arc_challenge", "openbookqa", "hellaswag" or "commonsense_qa".
+    split
+        "train", "validation" or "test".
+    out
+        The folder of the recording.
+    data
+        A folder with the benchmark's files (default: from the Hub).
+    limit
+        The largest number of questions (default: all).
+    shots
+        Few-shot examples of a question (default: the benchmark's own number).
+    shard
+        (k, n) takes every n-th question, from the k-th on (default: all).
+    hidden
+        Keep the pooled states.
+    mean
+        Average the gate and the state over the tokens of the choices.
+    device, dtype
+        As in `load_model`.
+    batch_tokens
+        Tokens to compute at a time (default: 8192).
+    progress
+        A function that is called with questions done, all questions, and a note.
+
+    Returns
+    -------
+    Trajectory
+        The recording, which is written to `out`.
+
+    Raises
+    ------
+    UserError
+        If the model, the benchmark or its files cannot be found.
+
+    Examples
+    --------
+    >>> questions = ls.record_benchmark(checkpoint, "openbookqa", "test", folder / "q", data=benchmarks, limit=4)
+    >>> questions.num_examples
+    4
     """
     which, out = benchmark_named(benchmark, shots), Path(out)
     questions = load_questions(which, split, data, limit)

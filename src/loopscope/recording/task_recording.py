@@ -108,9 +108,44 @@ def record_model(
     keep: Keep | None = None,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
-    """Records what a model in memory says of tokens [N, M], at the last token of each row.
+    """Record what a model says at every loop, at the last token of each row.
 
-    A row ends at its `lengths` (default: M). Nothing is written; `save` of the trajectory does that.
+    Nothing is written; `Trajectory.save` writes the recording.
+
+    Parameters
+    ----------
+    model
+        A looped model in evaluation mode.
+    tokens
+        [N, M] rows of tokens.
+    lengths
+        [N] where each row ends (default: M).
+    labels
+        [N] the right classes (default: none).
+    difficulty
+        [N] a number, by which tables are split (default: none).
+    split
+        "train", "validation", "test" or "extrapolation" (default: none).
+    keep
+        What the recording keeps (default: logits and gate logits).
+    progress
+        A function that is called with examples done, all examples, and a note.
+
+    Returns
+    -------
+    Trajectory
+        The recording, which names the model's weights.
+
+    Raises
+    ------
+    UserError
+        If the model cannot take the rows, or does not give the same answers twice.
+
+    Examples
+    --------
+    >>> tokens = np.random.default_rng(0).integers(0, 8, (20, 5))
+    >>> ls.record_model(model, tokens, split="validation")
+    Trajectory(20 examples, 4 loops, split='validation', keeps logits, gate_logits...)
     """
     keep = keep or Keep()
     if labels is None and not keep.logits:

@@ -64,12 +64,21 @@ def record_text(
     dtype: str | None = None,
     tokens: int = TEXT_BATCH_TOKENS,
     progress: ProgressCallback = silent,
+    model: LoopedModel | None = None,
 ) -> Trajectory:
-    """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
+    """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again.
+
+    `model` is the model of the checkpoint where it is in memory already, with quantised weights, say; then `device` and
+    `dtype` are those that it has.
+    """
     check_split_name(split)
     documents, device = read_documents(texts), check_device(device)
     folder = find_checkpoint(checkpoint)
-    model = load_model(folder, device, dtype)
+    if model is None:
+        model = load_model(folder, device, dtype)
+    else:
+        device = next(model.parameters()).device
+        model.require_evaluation()
     context = min(model.block_size, CONTEXT) if context is None else context
     check_context(context, model.block_size)
     tokenized = tokenize_documents(documents, folder)

@@ -47,6 +47,25 @@ _PLACES = {
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
 """For lines of several models."""
 INK, GREY = "#000000", "#777777"
+VERDICTS = {
+    "readout": "#D55E00",
+    "trajectory": "#0072B2",
+    "readout and trajectory": "#7F3C8D",
+    "neither": "#009E73",
+    "the reference": INK,
+}
+"""Of what is to blame; any other verdict is grey."""
+GLYPHS = {
+    "circle": "●",
+    "square": "■",
+    "diamond": "◆",
+    "triangle-up": "▲",
+    "triangle-down": "▼",
+    "triangle-right": "▶",
+    "cross": "✚",
+    "triangle-left": "◀",
+}
+"""Marks of models, as Vega-Lite and as a text have them."""
 
 _VIRIDIS = ("440154", "482878", "3B528B", "2C728E", "21918C", "28AE80", "5EC962", "ADDC30", "FDE725")
 _SHADES = 64

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -27,18 +28,56 @@ from loopscope.analysis.targets import Target, percent_text
 from loopscope.analysis.threshold_details import OUTCOMES, ModelDetails, SampledExamples, ThresholdDetails
 from loopscope.errors import visible
 from loopscope.report import tables
-from loopscope.report.figure_style import DARK, MODELS, STYLES, looks_of
+from loopscope.report.figure_style import DARK, GLYPHS, MODELS, STYLES, looks_of
 from loopscope.report.products import Product
+from loopscope.report.verdicts import (
+    goal,
+    needed_loops,
+    short_title,
+    short_verdict,
+    summary,
+    title,
+    uncounted,
+    verdict_lines,
+)
 
 MAX_PAGE_BYTES = 8_000_000
 """What is too much is left out of the parts of single models."""
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
-_SCRIPTS = ("data", "specifications", "charts", "tables", "models", "frontiers", "model", "examples", "main")
+_SCRIPTS = ("data", "specifications", "charts", "tables", "hero", "models", "frontiers", "model", "examples")
+_SCRIPTS += ("folds", "main")
 
 
 _CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
 """What a card has of the headline's table."""
+
+
+_TERMS = {
+    "D@X": "The least average number of loops with which a rule gets X % of the test examples right. Fewer is better.",
+    "trajectory": "The answers of all loops, as training made them. No readout can exit before the right "
+    "answer is there. It is to blame where the reference needs fewer loops with the same kinds of readout.",
+    "readout": "The rule that decides which loop answers: the model's own gate, or a threshold on a signal.",
+    "best readout": "The readout that needs the fewest loops on validation data, among the model's own gate and rules "
+    "that need no fitting, such as a threshold on the entropy.",
+    "own gate": "The readout that the model has learned itself: at every loop it says whether to stop. It is to blame "
+    "where another readout on the same trajectory needs fewer loops.",
+    "fixed depth": "All examples take the same number of loops.",
+    "best loop": "The highest accuracy of any single loop, on the test examples of this report.",
+    "No verdict": "Where a model is not above chance, or has a single loop, there is nothing to compare.",
+    "readout gap": "Loops of the model's own gate minus those of its best readout, at the same accuracy. Above zero: "
+    "the gate exits late.",
+    "trajectory gap": "Loops of the model's best readout minus those of the reference's, at the same accuracy, both "
+    "among the readouts that the two have, without gates. Above zero: right answers come late.",
+    "room left": "Loops of the best readout minus those of the cheapest rule that knows the right answers.",
+    "reachable room": "The part of the room left that the better of two rules saves, learned from validation "
+    "data on all signals together. A lower bound: more data, or other signals, may save more.",
+    "interval": "Where the number would lie with other test examples, in 95 % of the cases (bootstrap).",
+    "threshold": "The rule exits as soon as its signal passes this number.",
+    "oracle": "A rule that knows the right answers, and exits at the first loop that has one.",
+    "forced exits": "Every example exits at the same loop: the trajectory itself, without any rule.",
+}
+"""What words of the page mean, for a reader who points at them."""
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -63,17 +102,25 @@ def render(
 
     `markers` are published numbers that its frontiers show beside the models' own.
     """
-    everything = list(details)
+    everything, lines = list(details), verdict_lines(results)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, guarantee=tables.guarantee_cell)
+    environment.filters["short"] = short_verdict
     template = environment.from_string(_asset("page.html"))
     content = {
         "results": results,
         "places": {model.name: place for place, model in enumerate(results.models)},
         "target": results.targets[0],
         "scope": scope(results),
+        "title": title(results),
+        "short_title": short_title(results),
         "summary": summary(results),
+        "lines": lines,
+        "glyphs": [glyph for _, glyph in zip(lines, cycle(GLYPHS.values()))],
+        "colours": {line.verdict: line.short for line in lines},
+        "goal": goal(results.targets[0]),
+        "terms": _TERMS,
         "cards": cards(results),
         "products": products,
         "command": _Verbatim(command),
@@ -140,8 +187,8 @@ def cards(results: Results) -> list[dict[str, Any]]:
         single = gaps = _run_gaps(members[0], tables.has_reference(results))
         if len(members) > 1:
             over = {name: tables.gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
-            gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
-        card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
+            gaps = {name: uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
+        card = dict(zip(_CELLS, [uncounted(cell, len(members)) for cell in row], strict=True))
         verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
         made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": members})
     return made
@@ -171,43 +218,6 @@ def _read_at(diagnosis: Diagnosis) -> str:
     if level.reached < level.accuracy:
         text += ", the highest whole percent that test data reach at that loop"
     return text + ("; a gap, and the depths that it subtracts, at the accuracy beside it (@)." if lower else ".")
-
-
-def _uncounted(text: str, seeds: int) -> str:
-    """Without "(3 of 3)": that all of them are there goes without saying."""
-    return text.replace(f" ({seeds} of {seeds})", "")
-
-
-_PARTS = {
-    "readout": "the readout is to blame in {}",
-    "trajectory": "the trajectory is to blame in {}",
-    "readout and trajectory": "both parts are to blame in {}",
-    "neither": "neither part is to blame in {}",
-    "cannot tell": "whether a part is to blame cannot be told in {}",
-    NO_VERDICT: "{} get no verdict",
-    "the reference": "{} is the reference",
-    "readout (the reference)": "the readout is to blame in {} that is the reference",
-    "the reference, no verdict": "{} is the reference, which gets no verdict either",
-}
-
-
-def summary(results: Results) -> str:
-    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart.
-
-    That of which one seed is the reference is the reference: its seeds are measured by each other.
-    """
-    if len(results.groups) < 2:
-        return ""
-    counts: Counter[str] = Counter()
-    for _, members in results.grouped:
-        references = [model for model in members if model.is_reference]
-        verdicts = {model.verdict for model in references or members}
-        counts["mixed" if len(verdicts) > 1 else verdicts.pop()] += 1
-    parts = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
-    parts = [text.replace("1 get ", "1 gets ") for text in parts]
-    if counts["mixed"]:
-        parts.append(f"the seeds of {counts['mixed']} disagree")
-    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
 
 
 def scope(results: Results) -> str:
@@ -251,14 +261,20 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
             "gaps": _gaps(model, tables.has_reference(results)),
             "curves": own.curves,
+            "needed": needed_loops(model, results.targets),
         }
         for model, own in zip(results.models, details, strict=True)
     ]
     return {
         "label": results.targets[0].label,  # of the depth at the report's first target
         "verdicts": [[verdicts[name] for name in group.names] for group in results.groups],
+        "short": {verdict: short_verdict(verdict) for verdict in verdicts.values()},
         "slider_targets": details[0].slider_targets,
         "groups": [group.label for group in results.groups],
+        "marks": [
+            {"colour": line.colour, "shape": shape, "short": line.short, "name": line.label}
+            for line, shape in zip(verdict_lines(results), cycle(GLYPHS))
+        ],
         "models": models,
         "paper": markers,
         "styles": looks_of({curve.readout for own in details for curve in own.curves}),  # colour and shape

@@ -83,13 +83,13 @@ def _depth_or(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
 
 def _best_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
     """The depth of the best readouts at a target, with the names of those that reach it; nothing where none does."""
-    best = [_best_at(model, target) for model in members]
+    best = [best_at(model, target) for model in members]
     depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     reach = dict.fromkeys(name for name, depth in zip(best, depths, strict=True) if depth is not None)
     return f"{over_seeds(depths)}{at}, {'/'.join(reach)}" if reach else ""
 
 
-def _best_at(model: ModelResult, target: Target) -> str:
+def best_at(model: ModelResult, target: Target) -> str:
     """The readout that validation data choose there, by what the room left is measured from, where it is known."""
     rooms = model.rooms.get(target.key)
     room = rooms.room_left if rooms else None
@@ -296,8 +296,8 @@ def certified(results: Results) -> Table:
                 kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
                 if (risk := held.guarantee.worst) is not None:
                     loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
-            rows.append([model.label, rule, guarantee, loops, accuracy, loss, kept])
-        rows += [[model.label, "none", f"rejected: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
+            rows.append([model.label, rule, guarantee, loops, accuracy, loss, kept, each.counted_on(model.unit)])
+        rows += [[model.label, "none", f"rejected: {sentence}", *[NOTHING] * 5] for sentence in model.refused]
     note = (
         "Thresholds that come with a guarantee: with this probability over the draw of the calibration data, exiting "
         "early loses at most so much against full depth (accuracy lost: wrong where full depth is right; disagreement: "
@@ -305,12 +305,12 @@ def certified(results: Results) -> Table:
         "depth. Loss: observed on test data with its 95 % interval; where the guarantee is for every difficulty, of "
         "the worst one. "
         "Kept: it is within the limit; not refuted: it is above, but by no more than chance would explain; broken: the "
-        "interval lies above."
+        "interval lies above. Counted on: what the guarantee is about; other tables may be of other examples."
     )
     title = "Certified policies"
     if any(each.held_out.sequences is not None for model in results.models for each in model.certified):
         title += " (of texts: means over sequences)"
-    columns = ["model", "rule", "guarantee", "loops", "accuracy", "loss", "guarantee was"]
+    columns = ["model", "rule", "guarantee", "loops", "accuracy", "loss", "guarantee was", "counted on"]
     return Table(title, note, columns, rows)
 
 

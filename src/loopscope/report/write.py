@@ -35,11 +35,39 @@ def report(
     style: str = "page",
     transfer: bool = False,
 ) -> Path:
-    """Writes a report on models by name, each with its validation and test recordings, and returns its page.
+    """Write a report: a page, figures, tables and `results.json`.
 
-    `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
-    depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column. `transfer`:
-    whether it says what the rules of every model do on the others, too.
+    Parameters
+    ----------
+    models
+        Validation and test recordings of every model, by name.
+    out
+        The folder of the report.
+    reference
+        The name of the model whose trajectory you compare with (default: none).
+    targets
+        Accuracies at which depths are compared (default: 1 point below full depth).
+    policies
+        Calibrated policies to show, by model.
+    style
+        "page" (the default), or "paper" for figures as wide as a column.
+    transfer
+        Whether to replay the rules of every model on the others.
+
+    Returns
+    -------
+    Path
+        The page, `report.html`.
+
+    Raises
+    ------
+    UserError
+        If the folder holds something else, or if a name is unknown.
+
+    Examples
+    --------
+    >>> ls.report({"mine": (validation, test)}, folder / "report").name
+    'report.html'
     """
     own = policies or {}
     if style not in STYLES:

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from loopscope.config import digest, plain
-from loopscope.errors import UserError, out_of_memory
+from loopscope.errors import UserError, install_command, out_of_memory
 from loopscope.files import remove_scratch
 from loopscope.models.device import cores, keep_memory
 from loopscope.progress import ProgressCallback
@@ -345,7 +345,7 @@ def _connect(address: str | None) -> Any:
     try:
         ray: Any = import_module("ray")
     except ImportError:
-        raise UserError("--engine ray needs Ray; install it with: pip install 'loopscope[ray]'.") from None
+        raise UserError(f"--engine ray needs Ray; install it with: {install_command('ray')}.") from None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     place = {"num_cpus": cores(), "include_dashboard": False} if address is None else {"address": address}
     try:

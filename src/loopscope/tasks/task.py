@@ -47,9 +47,33 @@ class Splits(Settings, frozen=True, kw_only=True):
 
 
 class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
-    """A task's settings and its generator; in a file, `name` says which task it is.
+    """Generate examples of known difficulty; its fields are its settings.
 
-    A task has `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
+    A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
+
+    Parameters
+    ----------
+    train_examples, validation_examples, test_examples
+        Sizes of the splits (0: training examples are drawn at every step).
+    train_seed, validation_seed, test_seed, extrapolation_seed
+        Seeds of the splits.
+    disjoint
+        Whether no input of a split occurs in another (default: no).
+
+    Examples
+    --------
+    >>> class Last(ls.Task, frozen=True, kw_only=True, tag="last"):
+    ...     symbols = ["a", "b"]
+    ...     levels = range(1, 4)
+    ...     def length(self, difficulty):
+    ...         return difficulty + 2
+    ...     def draw_inputs(self, draws, difficulty):
+    ...         return draws.integers(np.full((len(difficulty), difficulty.max()), 2))
+    ...     def answers(self, tokens, lengths):
+    ...         return tokens[np.arange(len(tokens)), lengths - 2]
+    >>> task = Last()
+    >>> task.text(task.split("test", 2))
+    ['a b', 'a']
     """
 
     separator: ClassVar[str] = " "  # between the symbols of an input, as a person reads it
@@ -57,70 +81,185 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def symbols(self) -> list[str]:
-        """What an input is made of, as a person reads it; their numbers are the tokens."""
+        """List what an input is made of, as a person reads it; their numbers are the tokens."""
 
     @property
     @abstractmethod
     def levels(self) -> range:
-        """The difficulties of training, validation and test."""
+        """Return the difficulties of training, validation and test."""
 
     @abstractmethod
     def length(self, difficulty: Any) -> Any:
-        """How many tokens an example of this difficulty has, or one of each of these [N]: its symbols and two more."""
+        """Count the tokens of an example: its symbols and two more.
+
+        Parameters
+        ----------
+        difficulty
+            A difficulty, or [N] difficulties.
+
+        Returns
+        -------
+        int or NDArray
+            The tokens of an example of each.
+        """
 
     @abstractmethod
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
-        """One input of each given difficulty [N], as symbols [N, M - 2]; what stands beyond its end does not matter."""
+        """Draw one input of each difficulty.
+
+        Parameters
+        ----------
+        draws
+            Random draws.
+        difficulty
+            [N] difficulties.
+
+        Returns
+        -------
+        NDArray[np.int64]
+            [N, M - 2] numbers of symbols; LoopScope ignores what stands beyond the end of an input.
+        """
 
     @abstractmethod
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
-        """The right answers [N] to rows [N, M], as numbers of symbols; an input begins at the second token."""
+        """Answer examples.
+
+        Parameters
+        ----------
+        tokens
+            [N, M] rows; the input begins at the second token.
+        lengths
+            [N] where each row ends.
+
+        Returns
+        -------
+        NDArray[np.int64]
+            [N] the right answers, as numbers of symbols.
+        """
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
-        """The difficulty [N] of rows [N, M]; here it follows from their lengths, which grow with it evenly."""
+        """Tell the difficulty of examples; by default it follows from their lengths.
+
+        Parameters
+        ----------
+        tokens
+            [N, M] rows.
+        lengths
+            [N] where each row ends.
+
+        Returns
+        -------
+        NDArray[np.int64]
+            [N] difficulties.
+        """
         difficulty: Integers = (lengths - self.length(0)) // (self.length(1) - self.length(0))
         return difficulty
 
     @property
     def hardest(self) -> int | None:
-        """The largest difficulty that an input can have; None: there is no largest."""
+        """Return the largest difficulty that an input can have; None if there is none."""
         return None
 
     def space(self, difficulty: int) -> int:
-        """At least how many distinct inputs of this difficulty there are; here all strings of symbols are inputs."""
+        """Count the distinct inputs of a difficulty, or fewer; by default all strings of symbols are inputs.
+
+        Parameters
+        ----------
+        difficulty
+            A difficulty.
+
+        Returns
+        -------
+        int
+            The number of inputs.
+        """
         return int(len(self.symbols) ** (self.length(difficulty) - 2))
 
     @property
     def input_form(self) -> str:
-        """What an input is, in words."""
+        """Describe an input in words."""
         return f"an input of the task {type(self).__name__}"
 
     def is_input(self, row: list[int]) -> bool:
-        """Whether these symbols make an input."""
+        """Tell whether symbols make an input.
+
+        Parameters
+        ----------
+        row
+            Numbers of symbols.
+
+        Returns
+        -------
+        bool
+            True if they do.
+        """
         return len(row) > 0
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of tokens: the symbols, begin, and the answer marker."""
         return len(self.symbols) + 2
 
     @property
     def positions(self) -> int:
-        """How many positions training needs."""
+        """Return the number of positions that training needs."""
         return int(np.max(self.length(np.asarray(self.levels))))
 
     def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        """One example of each given difficulty."""
+        """Draw one example of each difficulty.
+
+        Parameters
+        ----------
+        draws
+            Random draws.
+        difficulty
+            [N] difficulties.
+
+        Returns
+        -------
+        Examples
+            Tokens, lengths, labels and difficulties.
+        """
         lengths = np.asarray(self.length(difficulty), dtype=np.int64)
         return self._framed(self.draw_inputs(draws, difficulty), lengths, difficulty)
 
     def text(self, examples: Examples) -> list[str]:
-        """The inputs as a person reads them."""
+        """Write inputs as a person reads them.
+
+        Parameters
+        ----------
+        examples
+            Examples of this task.
+
+        Returns
+        -------
+        list[str]
+            An input for every example.
+        """
         rows = zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)
         symbols = self.symbols
         return [self.separator.join(map(symbols.__getitem__, row[1 : length - 1])) for row, length in rows]
 
     def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        """The examples that are written so; the inverse of `text`. More than `longest` tokens are rejected."""
+        """Read examples that `text` wrote.
+
+        Parameters
+        ----------
+        texts
+            Inputs as a person writes them.
+        longest
+            The largest number of tokens (default: no limit).
+
+        Returns
+        -------
+        Examples
+            The examples, with their answers.
+
+        Raises
+        ------
+        UserError
+            If a text is no input, or too long.
+        """
         numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
         rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
         for text, row in zip(texts, rows, strict=True):
@@ -163,10 +302,26 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
             yield f"answers of the task {type(self).__name__} must return numbers of symbols (0..{last}); got {found}."
 
     def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
-        """A split (or its first `size` examples), balanced over difficulties.
+        """Draw a split, balanced over difficulties.
 
-        `extrapolation` needs `levels` beyond the range of training. If the task draws its training examples online,
-        `train` has `size` other examples, drawn in the same way.
+        Parameters
+        ----------
+        name
+            "train", "validation", "test" or "extrapolation".
+        size
+            Take the first so many (default: all).
+        levels
+            Difficulties (default: those of training); extrapolation needs them.
+
+        Returns
+        -------
+        Examples
+            The examples of the split.
+
+        Raises
+        ------
+        UserError
+            If the split has fewer examples, or no such difficulty.
         """
         check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
@@ -190,7 +345,22 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return examples if size in (None, whole) else examples.take(np.arange(size))
 
     def batch(self, seed: int, step: int, size: int) -> Examples:
-        """The online batch of a step of a run, balanced over the difficulties of successive steps."""
+        """Draw the batch of a step of training.
+
+        Parameters
+        ----------
+        seed
+            The seed of the run.
+        step
+            The step.
+        size
+            The number of examples.
+
+        Returns
+        -------
+        Examples
+            The examples, balanced over the difficulties of successive steps.
+        """
         draws = Draws(self.train_seed, (seed << 32) + step)
         difficulty = np.asarray(self.levels)[(step * size + np.arange(size)) % len(self.levels)]
         return self._draw_allowed(draws, difficulty, "train")

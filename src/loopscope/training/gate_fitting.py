@@ -24,7 +24,7 @@ from loopscope.files import BESIDE
 from loopscope.leaks import check_gate_data, fitting_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
+from loopscope.models.checkpoint_folder import GENERATION, HASHES, POLICY, beside_weights, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -87,10 +87,33 @@ def host_defaults(objective: Objective | None) -> dict[str, Any]:
 def fit_gate(
     recording: Trajectory, settings: GateSettings | None = None, progress: ProgressCallback = silent, **changes: Any
 ) -> FittedGate:
-    """A gate for the pooled states of `recording`, which must keep them.
+    """Fit a gate to the pooled states of a frozen trajectory.
 
-    Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
-    `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
+    Parameters
+    ----------
+    recording
+        A recording with hidden states that no evaluation uses, such as the train split.
+    settings
+        `GateSettings` (default: a linear gate with the objective `ponder`, and the prior and beta of the model).
+    progress
+        A function that is called with steps done, all steps, and a note.
+    **changes
+        Other values of the settings: `kind="mlp"`, `objective="utility"`, `steps=`, `seed=`.
+
+    Returns
+    -------
+    FittedGate
+        The gate, as a readout `gate:NAME` once it is attached.
+
+    Raises
+    ------
+    UserError
+        If the recording keeps no hidden states, or is for evaluation.
+
+    Examples
+    --------
+    >>> ls.fit_gate(recording("train", 2), steps=20).kind
+    'linear'
     """
     check_gate_data(recording)
     if settings is None:
@@ -138,8 +161,10 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     gate.check(weights_sha256(checkpoint))
     with artifact_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
-        shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
+        others = ("recordings", "gates", "policy*", POLICY.split("/")[0], HASHES, *(f"{prefix}*" for prefix in BESIDE))
+        shutil.copytree(checkpoint, scratch, ignore=shutil.ignore_patterns(*others), dirs_exist_ok=True)
+        if (scratch / GENERATION).is_file():
+            (scratch / GENERATION).write_bytes(beside_weights(checkpoint, GENERATION))
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping

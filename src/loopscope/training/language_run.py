@@ -34,7 +34,7 @@ from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError, reject
 from loopscope.files import write_bytes
 from loopscope.models.checkpoint import gate_tensors, load_model, model_without_weights, stored_sha256
-from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, end_tokens
+from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, beside_weights, end_tokens
 from loopscope.models.device import accumulator, upload
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
@@ -270,7 +270,7 @@ class ContinuedRun(TextRun):
     def prepare(self) -> dict[str, Any]:
         for name in self.files[len(TrainingRun.files) :]:
             if not (self.folder / name).is_file():
-                write_bytes(self.folder / name, (self.start / name).read_bytes())
+                write_bytes(self.folder / name, beside_weights(self.start, name))
         return self.describe_texts()
 
     def initial_model(self) -> LoopedModel:

@@ -45,7 +45,28 @@ _DEPTH_STREAMS = 3 << 62
 
 @dataclass(frozen=True)
 class LoopLosses:
-    """What an objective is computed from: a batch at every loop. It is read by name, so there is room for more."""
+    """Hold what a custom objective is computed from: a batch at every loop.
+
+    Parameters
+    ----------
+    cross_entropy
+        [T, B] losses of the right answers, or of the next tokens.
+    gate_logits
+        [T, B] the gate's halt logits; None without a gate.
+    step
+        The step of training, from 0.
+    detached_gate_logits
+        The same numbers, whose gradient ends at the gate.
+    steps
+        All steps of the run.
+
+    Examples
+    --------
+    >>> def last_loop(loops: ls.LoopLosses):
+    ...     return loops.cross_entropy[-1].mean()
+    >>> last_loop(ls.LoopLosses(torch.ones(4, 2), None, step=0))
+    tensor(1.)
+    """
 
     cross_entropy: Tensor  # [T, B], of the right answers, or of the next tokens
     gate_logits: Tensor | None  # [T, B], the gate's halt logits; None without a gate

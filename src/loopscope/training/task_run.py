@@ -49,10 +49,44 @@ def train(
     objective: UserFunction | str | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> RunResult:
-    """Trains the run in `folder`, from its beginning or from where it was interrupted.
+    """Train a looped model on a task, or go on with an interrupted run.
 
-    `settings` are those of a preset or a TOML file (with `a.b=c` overrides), or made already. `objective` is a function
-    of the user's or "module:function", in place of what they say, and `options` are its keyword arguments.
+    Parameters
+    ----------
+    settings
+        A preset, a TOML file, or `RunSettings`.
+    folder
+        The folder of the run.
+    device
+        Where it trains (default: "cpu").
+    progress
+        A function that is called with steps done, all steps, and a note.
+    workers
+        The processes that train together (default: this one).
+    overrides
+        Changes of settings, such as `["training.steps=300"]`.
+    objective
+        A custom function of `LoopLosses`, or "module:function" (default: as the settings say).
+    options
+        Keyword arguments of a custom objective.
+
+    Returns
+    -------
+    RunResult
+        The folder, the step from which it went on, and the final validation.
+
+    Raises
+    ------
+    UserError
+        If the settings are wrong, or if the folder holds another run.
+
+    Examples
+    --------
+    >>> small = ["training.steps=2", "training.batch_size=8", "model.width=16", "task.train_examples=100"]
+    >>> ls.train("demo", folder / "run", overrides=small).resumed_from
+    0
+    >>> ls.load_model(folder / "run").num_loops
+    4
     """
     is_custom = objective is not None or options is not None
     chosen = custom_objective(objective or "", options) if is_custom else None

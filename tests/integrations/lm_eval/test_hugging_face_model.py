@@ -67,7 +67,7 @@ doc_to_target: "{{{{a}}}}"
     for model in ("loopscope", "hf"):
         words = ["--model", model, "--model_args", f"pretrained={outspoken}", "--tasks", str(tmp_path / "some.yaml")]
         out = tmp_path / model
-        monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--device", "cpu", "--output_path", str(out)])
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--output_path", str(out)])
         cli_evaluate()
         (path,) = out.rglob("results_*.json")
         found.append(json.loads(path.read_text())["results"]["some"])

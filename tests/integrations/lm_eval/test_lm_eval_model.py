@@ -1,17 +1,19 @@
 """Does lm_eval hear of a looped model what its own Hugging Face backend would say of the same weights?"""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from benchmark_slices import asked, byte_pairs
-from tiny_language import hugging_face, outspoken
+from tiny_language import hugging_face, outspoken, write_outspoken
 
 import loopscope as ls
 from loopscope.engine.generation import Prompt, StopStrings, generate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM, sampling_of
+from loopscope.scope import Scope
 
 load = partial(LoopScopeLM, tokenizer=byte_pairs(), batch_tokens=600)
 TEXT = "A river carries small stones to the sea. Which of these does the work of the water? The wind helps it at times."
@@ -84,8 +86,8 @@ def test_the_engine_compares_no_choices_where_there_is_one() -> None:
     model, context = outspoken(), np.arange(5)
     single = ls.choices(0, context, [np.array([7, 8])])
     with pytest.raises(ls.UserError, match="single continuation"):
-        list(ls.run(model, ls.ExitPolicy("margin", 1.0), [single]))
-    (answer,) = ls.run(model, ls.ExitPolicy("gate", 0.5), [single])
+        list(ls.run(model, [single], ls.ExitPolicy("margin", 1.0)))
+    (answer,) = ls.run(model, [single], ls.ExitPolicy("gate", 0.5))
     assert answer.greedy is None
     assert answer.logits.shape == (1,)
 
@@ -124,6 +126,27 @@ def test_chats_names_and_low_precision() -> None:
     assert all(np.isfinite(likely) for likely, _ in lm.loglikelihood(likelihoods()[:8]))
     history = [{"role": "user", "content": "Why?"}]
     assert lm.apply_chat_template(history) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant:"
+
+
+@pytest.mark.parametrize("cache", ["full", "propagate", "latest"])
+def test_the_default_cache_is_the_policy_s_own(cache: str) -> None:
+    requests = instances("generate_until", [(TEXT, {"until": [], "max_gen_toks": 12})])
+    policy = ls.ExitPolicy("margin", 1.0, scope=Scope(cache=cache))
+    lm = load(outspoken(), policy=policy)
+    assert lm.get_model_info()["cache"] == cache
+    text = lm.generate_until(requests)
+    assert text == load(outspoken(), policy=ls.ExitPolicy("margin", 1.0), cache=cache).generate_until(requests)
+    assert lm.used["made_up"][1] < 3 * lm.used["made_up"][0]
+
+
+def test_lm_eval_s_default_device_where_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """lm_eval passes `cuda:0` where nobody named a device."""
+    folder = {"pretrained": str(write_outspoken(tmp_path / "model"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lm = LoopScopeLM.create_from_arg_obj(folder, {"device": "cuda:0", "batch_size": 2, "max_batch_size": None})
+    assert (next(lm.model.parameters()).device.type, lm.batch_size) == ("cpu", 2)
+    with pytest.raises(ls.UserError, match="'cuda:1' is not available"):
+        LoopScopeLM.create_from_arg_obj(folder, {"device": "cuda:1"})
 
 
 def test_a_depth_and_a_policy_exclude_each_other() -> None:

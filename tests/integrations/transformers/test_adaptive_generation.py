@@ -129,6 +129,31 @@ def test_what_a_policy_does_not_go_with() -> None:
         generated(load(OURO).train(), policy=POLICY, max_new_tokens=4)
 
 
+def test_what_generate_says_of_other_ways() -> None:
+    """Arguments of the code beside the weights, and transformers' continuous batching."""
+    model = loaded(OURO)
+    for match, given in {
+        "exit_threshold belongs to the code of the model's authors.*policy=ls.ExitPolicy": {"exit_threshold": 0.5},
+        "exit_at_step belongs to.*num_loops=N": {"exit_at_step": 1},
+        "early_exit_threshold belongs": {"generation_config": GenerationConfig(early_exit_threshold=0.5)},
+        "num_steps belongs to": {"num_steps": 4, "policy": POLICY},
+    }.items():
+        with pytest.raises(ls.UserError, match=match):
+            generated(model, max_new_tokens=2, **given)
+    assert generated(model, max_new_tokens=2, exit_threshold=None, exit_at_step=None).shape[1] == 11
+    for start in (lambda: model.generate_batch([[1, 2, 3]]), lambda: model.init_continuous_batching()):
+        with pytest.raises(ls.UserError, match=r"one set of keys and values per layer.*ls.generate\(model.looped"):
+            start()
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch will replace it one day
+def test_pytorch_s_dynamic_int8_is_refused() -> None:
+    """It would change the gate and nothing else."""
+    model = torch.ao.quantization.quantize_dynamic(load(OURO), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(ls.UserError, match="The gate was replaced.*torchao"):
+        model(TEXT)
+
+
 class Collected:
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -188,20 +188,54 @@ def test_what_forward_refuses() -> None:
     assert torch.equal(
         model(tokens, attention_mask=mask, position_ids=places).logits, model(tokens, attention_mask=mask).logits
     )
-    packed = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in rows()[:2]])
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
     for match, given in {
         "does not take inputs_embeds": {"inputs_embeds": torch.zeros(1, 9, 32)},
         "does not take output_attentions": {"output_attentions": True},
-        "does not take cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5},
+        "does not take cu_seq_lens_q.* by their position_ids alone": bounds,
+        "must count the tokens.* from 0 in every text": {"position_ids": torch.arange(1, 10)[None]},
+        "here num_loops=N runs N loops, so that step 2 is num_loops=3": {"exit_at_step": 2},
+        "exit_threshold belongs to the code of the model's authors.*policy=": {"exit_threshold": 0.5},
+        "use_weighted_exit belongs to the code": {"use_weighted_exit": True},
+        "num_steps belongs to the code.*num_loops": {"num_steps": 4},
         "one number for every token": {"attention_mask": torch.ones(1, 1, 9, 9)},
         "1 for tokens and 0": {"attention_mask": torch.full((1, 9), 2)},
         "shape of input_ids": {"labels": torch.zeros(1, 8, dtype=torch.long)},
         "logits of all tokens": {"labels": TEXT, "logits_to_keep": 1},
-        "a row of its own": packed,
-        "a row of its own.": {**packed, "loop_losses": True},
     }.items():
         with pytest.raises(ls.UserError, match=match):
             model(**{"input_ids": TEXT, **given})
+    model(TEXT, exit_at_step=None, use_weighted_exit=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bounds", [False, True])
+def test_packed_texts_do_not_see_each_other(folder: Path, bounds: bool) -> None:
+    """Several texts in a row, as collators flatten a batch, are what each of them is alone."""
+    model, texts = loaded(folder), rows()
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=bounds, return_seq_idx=bounds)
+    packed = flat([{"input_ids": text.tolist()} for text in texts])
+    alone = [model(text[None], **EVERY_LOOP) for text in texts]
+    out = model(**{name: value for name, value in packed.items() if name != "labels"}, **EVERY_LOOP)
+    for loop in range(model.num_loops):
+        expected = torch.cat([each.loop_logits[loop][0] for each in alone])
+        torch.testing.assert_close(out.loop_logits[loop][0], expected, atol=1e-5, rtol=1e-4)
+    tokens, mask = padded(texts, "right")
+    labels = tokens.masked_fill(mask == 0, -100)
+    losses = model(tokens, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(model(**packed).loss, losses.loss)
+    torch.testing.assert_close(model(**{**packed, "labels": packed["input_ids"]}).loss, losses.loss)
+    given = {"num_items_in_batch": (packed["labels"] != -100).sum()}
+    torch.testing.assert_close(model(**packed, **given).loss, losses.loss)
+    for collated in (packed, {**packed, "labels": packed["input_ids"]}):
+        loops = model(**collated, loop_losses=True).cross_entropy
+        expected = model(tokens, attention_mask=mask, labels=labels, loop_losses=True).cross_entropy
+        torch.testing.assert_close(loops, expected)
+    masked = {"attention_mask": torch.cat((torch.zeros(1, 2), torch.ones(1, sum(LENGTHS))), 1).long()}
+    masked |= {name: F.pad(packed[name], (2, 0), value=7) for name in ("input_ids", "position_ids")}
+    torch.testing.assert_close(model(**masked).logits[:, 2:], out.logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ls.UserError, match="beside a cache a row holds one text"):
+        model(packed["input_ids"], position_ids=packed["position_ids"], use_cache=True)
 
 
 @torch.no_grad()

@@ -23,7 +23,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -427,26 +429,74 @@ def test_every_kind_is_trained(tmp_path: Path) -> None:
         assert run.state.global_step == 4
 
 
-@pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_trl_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
-    """As it trains any other model: it brings its own head, and its loss is that of the last loop."""
+def sft(ouro: Path, folder: Path, **changes: Any) -> Any:
+    """TRL's trainer on rows of different lengths, and these rows."""
     import trl  # its import warns, which is an error outside a test
 
-    model, rows = load(ouro), [row["input_ids"] for row in uneven(6)]
-    with torch.no_grad():
-        losses = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() * (len(row) - 1) for row in rows]
-    words = {str(token): token for token in range(model.config.vocab_size)}
+    rows = [row["input_ids"] for row in uneven(6)]
+    words = {str(token): token for token in range(AutoConfig.from_pretrained(ouro).vocab_size)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
     data = Dataset.from_list([{"input_ids": row} for row in rows])
     options = {"model_init_kwargs": {"dtype": "float32"}, "bf16": False, "max_steps": 8, "max_length": 32}
     run = trl.SFTTrainer(
         str(ouro),
-        args=trl.SFTConfig(str(tmp_path), **SETTINGS | options),
+        args=trl.SFTConfig(str(folder), **SETTINGS | options | changes),
         train_dataset=data,
         eval_dataset=data,
         processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="0"),
     )
+    return run, rows
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
+    """As it trains any other model: it brings its own head, and its loss is that of the last loop."""
+    run, rows = sft(ouro, tmp_path)
+    model = load(ouro)
+    with torch.no_grad():
+        losses = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() * (len(row) - 1) for row in rows]
     before = run.evaluate()["eval_loss"]
     assert before == pytest.approx(sum(losses) / sum(len(row) - 1 for row in rows), abs=1e-4)
     run.train()
     assert run.evaluate()["eval_loss"] < before
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("packed", [{"packing": True}, {"padding_free": True, "max_length": None}])
+def test_trl_s_packed_texts_are_trained_as_rows(ouro: Path, tmp_path: Path, packed: dict[str, Any]) -> None:
+    """One batch of all texts, so that both see the same: losses and weights afterwards are equal."""
+    found = []
+    for changes in ({}, packed):
+        run, _ = sft(ouro, tmp_path, max_steps=2, logging_steps=1, learning_rate=1e-2, **changes)
+        before = run.evaluate()["eval_loss"]
+        run.train()
+        found.append(({**run.model.state_dict()}, [before, run.evaluate()["eval_loss"], *logged(run, "loss")]))
+    (weights, losses), (others, same) = found
+    np.testing.assert_allclose(same, losses, rtol=1e-4)
+    assert losses[1] < losses[0]
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_s_packing_across_texts_is_refused(ouro: Path, tmp_path: Path) -> None:
+    for changes in ({"packing": True}, {"eval_packing": True}):
+        with pytest.raises(ls.UserError, match="packing_strategy='wrapped' lets tokens attend to other texts"):
+            sft(ouro, tmp_path, packing_strategy="wrapped", max_length=24, **changes)
+
+
+@pytest.mark.parametrize("objective", ["decoupled_gate", "final"])
+def test_packed_texts_are_trained_as_rows(ouro: Path, tmp_path: Path, objective: str) -> None:
+    """By LoopTrainer, whether the collator marks the beginnings among the labels or not; transformers counts labels."""
+    found = []
+    for collator in (
+        lambda rows: padded(rows, "right"),
+        DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+        DataCollatorWithFlattening(separator_id=7),
+    ):
+        options = {"max_steps": 2, "logging_steps": 1, "train_dataset": uneven(7), "data_collator": collator}
+        run = trained(load(ouro), tmp_path, objective, **options)
+        found.append({**run.model.state_dict(), "loss": torch.tensor(logged(run, "loss"))})
+    for name, value in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], value, atol=1e-4, rtol=1e-3)

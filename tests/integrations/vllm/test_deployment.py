@@ -17,6 +17,7 @@ import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.integrations.vllm.deployment import Deployment, check_log, read_deployment
 from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
+from loopscope.integrations.vllm.request_depth import DEPTH_KEY, check_depth, policy_of, requested_depth
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.scope import Scope
 
@@ -55,6 +56,61 @@ def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:
         deployed(told)
     ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, unit="tokens", cache="propagate")).save(path)
     assert deployed(told).policy == ls.ExitPolicy.load(path)
+
+
+def test_policies_that_requests_may_ask_for(tmp_path: Path) -> None:
+    """Each is held to its model, as the deployment's own is; a deployment without one of its own runs all loops."""
+    fast, other = str(tmp_path / "fast.json"), str(tmp_path / "other.json")
+    ls.ExitPolicy("margin", 0.3).save(fast)
+    ls.ExitPolicy("gate", 0.5, scope=Scope(model="ab" * 32)).save(other)
+    told = {"policies": {"fast": fast}, "exits_log": "exits.jsonl"}
+    offered = deployed(told)
+    assert (offered.policy, offered.policies, offered.adaptive) == (None, {"fast": ls.ExitPolicy("margin", 0.3)}, True)
+    assert str(offered) == (
+        "up to 4 loops, cache 'propagate'; by default all 4 loops; 'fast' is margin at 0.3 (no guarantee)"
+    )
+    shallow = deployed({**told, "readout": "fixed", "threshold": 2})  # requests may still go deeper
+    assert (shallow.loops, shallow.policy) == (4, ls.ExitPolicy("fixed", 2))
+    with pytest.raises(UserError, match="calibrated for another model"):
+        deployed({"policies": {"other": other}})
+
+
+def test_what_a_request_may_ask_for(tmp_path: Path) -> None:
+    ls.ExitPolicy("margin", 0.3).save(tmp_path / "fast.json")
+    offered = deployed({"readout": "gate", "threshold": 0.5, "policies": {"fast": str(tmp_path / "fast.json")}})
+    for depth, policy in (
+        (None, ls.ExitPolicy("gate", 0.5)),
+        ("full", ls.ExitPolicy("fixed", 4)),
+        (3, ls.ExitPolicy("fixed", 3)),
+        ("fast", ls.ExitPolicy("margin", 0.3)),
+    ):
+        arguments = {"something": 1} if depth is None else {DEPTH_KEY: depth}
+        check_depth(arguments, offered)
+        assert policy_of(requested_depth(arguments), offered) == policy
+    for arguments, words in (
+        ({DEPTH_KEY: 0}, "from 1 to 4, or 'full', 'fast'; got 0"),
+        ({DEPTH_KEY: 5}, "got 5"),
+        ({DEPTH_KEY: 2.0}, r"got 2\.0"),
+        ({DEPTH_KEY: "2"}, "got '2'"),
+        ({DEPTH_KEY: True}, "got True"),
+        ({DEPTH_KEY: "slow"}, "got 'slow'"),
+        ({DEPTH_KEY: ["fast"]}, "got"),
+        ({"loopscope_depht": 2}, "Unknown argument 'loopscope_depht'"),
+        ({"policy": "fast"}, "Unknown argument 'policy'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_depth(arguments, offered)
+    with pytest.raises(UserError, match="answers every request with 2 loops"):
+        check_depth({DEPTH_KEY: 1}, deployed({"loops": 2}))
+
+
+def test_the_log_at_the_start_names_policy_guarantee_and_cache(told: dict[str, Any]) -> None:
+    policy = certified()
+    policy.save(Path(told["policy"]))
+    assert policy.guarantee is not None
+    words = f"up to 4 loops, cache 'propagate'; the policy is {policy} (guarantee: {policy.guarantee.sentence})"
+    assert str(deployed(told)) == words
+    assert str(deployed({"loops": 2})) == "every token takes 2 loops"
 
 
 def certified(model: str | None = None) -> ls.ExitPolicy:
@@ -124,6 +180,9 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
     ("told", "words"),
     [
         ({"loop": 2}, "loop"),
+        ({"policies": {"full": "policy.json"}}, "'full' cannot be the name"),
+        ({"policies": {"2": "policy.json"}}, "'2' cannot be the name"),
+        ({"policies": {"fast": "nowhere.json"}}, "nowhere.json"),
         ({"readout": "gate"}, "together"),
         ({"readout": "gate", "threshold": 0.5, "policy": "policy.json"}, "not both"),
         ({"readout": "oracle", "threshold": 1}, "oracle"),

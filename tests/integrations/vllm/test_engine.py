@@ -13,9 +13,11 @@ import pytest
 from vllm_engines import (
     GOLDEN_OURO,
     LENGTHS,
+    answers,
     engine,
     expected,
     greedy,
+    loops_of,
     noted,
     some_prompts,
     write_looped_llama,
@@ -56,7 +58,9 @@ def exits_alike(
     tokens, loops = expected(folder, prompts, ls.ExitPolicy(readout, threshold), "propagate")
     rule = {"readout": readout, "threshold": threshold, "exits_log": str(out / "exits.jsonl")}
     with engine(folder, rule, **options) as llm:
-        assert greedy(llm, prompts) == tokens
+        written = answers(llm, prompts)
+    assert [list(answer.outputs[0].token_ids) for answer in written] == tokens
+    assert loops_of(written) == loops
     found, steps = noted(out / "exits.jsonl", prompts)
     assert found == loops
     return set(chain(*loops)), steps
@@ -92,10 +96,13 @@ def test_fewer_loops_are_a_fixed_depth(how: str, tmp_path: Path) -> None:
         assert greedy(llm, PROMPTS) == wanted
 
 
-@pytest.mark.parametrize("batched", [8192, 16], ids=["whole prompts", "prompts in parts"])
-def test_ouro_by_its_gate(batched: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batched", "eager"), [(8192, True), (16, True), (16, False)], ids=["whole prompts", "in parts", "compiled"]
+)
+def test_ouro_by_its_gate(batched: int, eager: bool, tmp_path: Path) -> None:
     """With parts of 16 tokens the last part of one prompt is a single token, which is none of its text."""
-    taken, steps = exits_alike(GOLDEN_OURO, "gate", 0.5, tmp_path, max_num_batched_tokens=batched)
+    options = {"max_num_batched_tokens": batched, "enforce_eager": eager}
+    taken, steps = exits_alike(GOLDEN_OURO, "gate", 0.5, tmp_path, **options)
     assert taken == {1, 2, 3, 4}
     continuing = [step for step in steps if not step.prompts]
     assert all(step.ran == max(step.loops) for step in continuing)
@@ -109,13 +116,15 @@ def test_two_workers_write_the_same_and_exit_at_the_same_loops(readout: str, thr
 
 
 @pytest.mark.parametrize(
-    ("changes", "readout", "threshold", "depths"),
-    [({}, "gate", 0.6, 3), ({}, "margin", 0.3, 3), (TIED, "kl", 0.05, 2)],
-    ids=["layers after the loops, gate", "layers after the loops, margin", "tied weights, a readout that looks back"],
+    ("changes", "readout", "threshold", "depths", "eager"),
+    [({}, "gate", 0.6, 3, True), ({}, "margin", 0.3, 3, False), (TIED, "kl", 0.05, 2, True)],
+    ids=["layers after the loops, gate", "the same, margin, compiled", "tied weights, a readout that looks back"],
 )
-def test_looped_llamas(changes: dict[str, Any], readout: str, threshold: float, depths: int, tmp_path: Path) -> None:
+def test_looped_llamas(
+    changes: dict[str, Any], readout: str, threshold: float, depths: int, eager: bool, tmp_path: Path
+) -> None:
     folder = write_looped_llama(tmp_path / "llama", **changes)
-    assert len(exits_alike(folder, readout, threshold, tmp_path)[0]) >= depths
+    assert len(exits_alike(folder, readout, threshold, tmp_path, enforce_eager=eager)[0]) >= depths
 
 
 @own
@@ -130,7 +139,9 @@ def test_a_request_that_was_preempted_reads_its_text_again_as_a_prompt(tmp_path:
     prompts, log, policy = PROMPTS[-6:], tmp_path / "exits.jsonl", ls.ExitPolicy("gate", 0.5)
     options = {"max_num_batched_tokens": 16, "block_size": 32, "num_gpu_blocks_override": 9}
     with engine(GOLDEN_OURO, {"readout": "gate", "threshold": 0.5, "exits_log": str(log)}, **options) as llm:
-        written = greedy(llm, prompts, 40)
+        found = answers(llm, prompts, 40)
+    written = [list(answer.outputs[0].token_ids) for answer in found]
+    assert {len(loops) for loops in loops_of(found)} == {40}  # of the same tokens, whatever was read again
     begun = {text.prompt for text in read_exits(log)[0]}
     again = []
     for prompt, text in zip(prompts, written, strict=True):

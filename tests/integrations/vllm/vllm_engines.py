@@ -45,11 +45,20 @@ def engine(folder: Path, loopscope: dict[str, Any] | None = None, **options: Any
 
 
 def greedy(llm: Any, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
+    return [list(answer.outputs[0].token_ids) for answer in answers(llm, prompts, new)]
+
+
+def answers(llm: Any, prompts: list[list[int]], new: int = NEW) -> list[Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    return [list(answer.outputs[0].token_ids) for answer in answers]
+    found: list[Any] = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return found
+
+
+def loops_of(found: list[Any]) -> list[list[int]]:
+    """Those of every token, as the answers have them."""
+    return [answer.kv_transfer_params["loopscope"]["loops"] for answer in found]
 
 
 def expected(

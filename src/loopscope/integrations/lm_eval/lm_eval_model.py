@@ -10,9 +10,10 @@
 Importing this module registers the model in lm_eval as `loopscope`.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,6 +41,8 @@ from loopscope.scope import CacheMode
 Likelihood = tuple[float, bool]
 _MIN_SHARED = 32
 """Tokens that questions must begin with alike for a beginning of its own to pay."""
+LM_EVAL_DEVICE = "cuda:0"
+"""What lm_eval's command line asks for by default."""
 _NEUTRAL = (None, False, 0, 1)
 """Values of generation settings that change nothing, whatever the setting."""
 
@@ -55,7 +58,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         tokenizer: Any = None,
         loops: int | None = None,
         policy: ExitPolicy | str | Path | None = None,
-        cache: CacheMode = "full",
+        cache: CacheMode | None = None,
         device: str = "cpu",
         dtype: str | None = None,
         batch_size: int | str = 8,
@@ -68,6 +71,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         """`pretrained` is a folder, a Hub id, or a model, which brings its `tokenizer`; `policy` may be a file.
 
+        Texts are generated with the KV cache `cache`: by default the one that the policy was calibrated for, or `full`.
         `batch_size` texts are generated at a time, `batch_tokens` tokens of questions run at a time. What comes before
         `think_end_token` is no part of an answer. `max_batch_size` is there because lm_eval passes it.
         """
@@ -87,11 +91,21 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         self._adaptive = self.policy.fixed_depth is None
         self.used: dict[str, tuple[int, int]] = {}
         """For every task: decisions, and loops of all of them."""
-        self._cache, self._seed, self._progress, self._think_end = cache, seed, progress, think_end_token
+        self._cache = cache or self.policy.cache
+        self._seed, self._progress, self._think_end = seed, progress, think_end_token
         self._device = next(self.model.parameters()).device
         self.batch_size = int(batch_size) if str(batch_size).isdigit() else 8
         self.max_length, self.max_gen_toks = self.model.block_size, int(max_gen_toks)
         self._batch_tokens = int(batch_tokens)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """As lm_eval makes it by its name; lm_eval says `cuda:0` where nobody named a device."""
+        more = dict(additional_config or {})
+        if more.get("device") == LM_EVAL_DEVICE and not torch.cuda.is_available():
+            logging.getLogger(__name__).warning("There is no CUDA device here; the model runs on the CPU.")
+            more["device"] = "cpu"
+        return super().create_from_arg_obj(arg_dict, more)
 
     @property
     def eot_token_id(self) -> int:
@@ -199,7 +213,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
         norms = {request.key: np.asarray(request.norms) for request in requests}
         scored: dict[int, list[Likelihood]] = {}
-        for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._batch_tokens, greedy=True):
+        for answer in run(self.model, ordered, self.policy, 1024, batch_tokens=self._batch_tokens, greedy=True):
             assert answer.greedy is not None
             likely = answer.logits.astype(np.float64) * norms[answer.key]
             scored[answer.key] = list(zip(likely.tolist(), answer.greedy.tolist(), strict=True))

@@ -3,6 +3,7 @@ classes: `from_pretrained`, `generate`, `Trainer` and PEFT work on them, without
 """
 
 import transformers as _transformers
+import transformers.trainer as _trainer
 
 from loopscope.integrations.pretrained_configuration import register_configurations
 from loopscope.integrations.transformers.modeling import (
@@ -12,8 +13,9 @@ from loopscope.integrations.transformers.modeling import (
     RavenForCausalLM,
 )
 from loopscope.integrations.transformers.padded_batch import LoopedCache
-from loopscope.integrations.transformers.trainer import LoopTrainer, lora_config
+from loopscope.integrations.transformers.trainer import LoopTrainer, RejectMixedTexts, lora_config
 
 register_configurations()
 for _model in (OuroForCausalLM, RavenForCausalLM, LoopedLlamaForCausalLM):
     _transformers.AutoModelForCausalLM.register(_model.config_class, _model)
+_trainer.DEFAULT_CALLBACKS.append(RejectMixedTexts)

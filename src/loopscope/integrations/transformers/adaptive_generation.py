@@ -7,10 +7,11 @@ deep as its policy says, no row waiting for another. So the tokens are those of 
 Shapes: B rows, M columns of the prompts, N new tokens of the longest text.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,15 +33,30 @@ from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.sampling import Sampling
 from loopscope.errors import UserError
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
+from loopscope.models.checkpoint_folder import POLICY
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
-from loopscope.scope import CacheMode
+from loopscope.scope import CacheMode, Scope
 
 _DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
 _INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 """What transformers itself gives to whoever decodes."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_CONFIGURED: Any = object()
+"""The default of an argument: what the generation configuration says."""
+_COUNTED = "it counts loops from 0; here num_loops=N runs N loops, so that step 2 is num_loops=3"
+_EXITS = "here an exit rule is a policy: generate(policy=ls.ExitPolicy('gate', 0.5)) for Ouro's threshold of 0.5"
+_AUTHORS_ARGUMENTS = {
+    "exit_threshold": _EXITS,
+    "early_exit_threshold": _EXITS,
+    "criterion": "here an exit rule is a policy, with one of LoopScope's readouts: generate(policy=...)",
+    "exit_at_step": _COUNTED,
+    "early_exit_step": _COUNTED,
+    "num_steps": "here num_loops=N runs N loops",
+    "use_weighted_exit": "it is not offered; output_loop_logits=True gives loop_logits and gate_logits to compute it",
+}
+"""Arguments of the code beside the weights of Ouro and Huginn, and what takes their place."""
 
 
 @dataclass
@@ -53,6 +69,9 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
     """`generate` of the looped models."""
 
     looped: LoopedModel
+    num_loops: int
+    _policy: ExitPolicy | Path | None = None
+    """What `generation_config` means by the name under which a policy is saved: the policy, or its file."""
     _supported_generation_modes = (
         *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
         *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),
@@ -67,19 +86,27 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         *args: Any,
-        policy: ExitPolicy | str | Path | None = None,
-        cache: CacheMode | None = None,
-        lossless: bool = False,
+        policy: ExitPolicy | str | Path | None = _CONFIGURED,
+        cache: CacheMode | None = _CONFIGURED,
+        lossless: bool = _CONFIGURED,
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
         the policy says.
 
-        `cache` (default: `full`) is what later tokens find of one that left early, and with `lossless` the text is that
-        of full depth, as in `loopscope.generate`.
+        The policy is by default the one that the generation configuration names (`policy=None`: none, full depth).
+        `cache` (default: the one that the policy was calibrated for, or `full`) is what later tokens find of one that
+        left early, and with `lossless` the text is that of full depth, as in `loopscope.generate`.
         """
+        configured = _Configured(generation_config, self.generation_config)
+        reject_authors_arguments({name: configured[name] for name in _AUTHORS_ARGUMENTS} | kwargs)
         given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
+        if policy is not _CONFIGURED:
+            configured = _Configured()
+        policy = self._policy_of(configured["policy"] if policy is _CONFIGURED else policy)
+        cache = configured["cache"] if cache is _CONFIGURED else cache
+        lossless = bool(configured["lossless"]) if lossless is _CONFIGURED else lossless
         if policy is None:
             if lossless or cache is not None:
                 name = "lossless" if lossless else "cache"
@@ -88,9 +115,44 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         unsupported = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
         stops = kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
         _reject([*unsupported, "stop_strings"] if stops else unsupported)
-        rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
-        decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
+        decoding = partial(adaptive_decoding, policy=policy, cache=cache, lossless=lossless, streamer=streamer)
         return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
+
+    @property
+    def exit_policy(self) -> ExitPolicy | None:
+        """The policy that `generate` takes unless another is given, and that is saved with the model.
+
+        It may be set to a policy, to its file, or to None.
+        """
+        return self._policy_of(getattr(self.generation_config, "policy", None))
+
+    @exit_policy.setter
+    def exit_policy(self, policy: ExitPolicy | str | Path | None) -> None:
+        self._policy = self._policy_of(policy)
+        if self._policy is None:
+            self.generation_config.__dict__.pop("policy", None)
+            return
+        self._policy.check(self.looped.weights_sha256, self.num_loops, self._decisions)
+        self.generation_config.policy = POLICY
+
+    @property
+    def _decisions(self) -> Scope:
+        """What a policy decides about here."""
+        return Scope(unit="tokens", precision=self.looped.precision)
+
+    def _policy_of(self, named: Any) -> ExitPolicy | None:
+        """The policy itself, of one that is given as such, by its file, or by the name that saved ones have."""
+        if str(named) == POLICY and self._policy is not None:
+            named = self._policy
+        return named if named is None or isinstance(named, ExitPolicy) else ExitPolicy.load(named)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """What `generate_batch` begins with."""
+        raise UserError(
+            "The continuous batching of transformers (generate_batch) keeps one set of keys and values per layer, and "
+            "a looped model has one per loop. ls.generate(model.looped, prompts, batch_size=8) gives the place of a "
+            "finished text to the next prompt; LoopScope's vLLM plugin serves many users."
+        )
 
     def prepare_inputs_for_generation(
         self,
@@ -128,7 +190,7 @@ def adaptive_decoding(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     policy: ExitPolicy,
-    cache: CacheMode,
+    cache: CacheMode | None,
     lossless: bool = False,
     streamer: Any = None,
     **inputs: Any,
@@ -147,7 +209,9 @@ def adaptive_decoding(
             *(name for name, value in inputs.items() if name not in _INPUTS and value is not None),
         ]
     )
-    PaddedBatch.of(input_ids, attention_mask, inputs.get("position_ids")).layout()
+    batch = PaddedBatch.of(input_ids, attention_mask, inputs.get("position_ids"))
+    batch.require_one_text_a_row()
+    batch.layout()
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]
     pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
@@ -176,6 +240,23 @@ def adaptive_decoding(
     return AdaptiveGenerateOutput(sequences, loops) if generation_config.return_dict_in_generate else sequences
 
 
+class _Configured:
+    """What the first of some generation configurations says that says anything, by names that are not transformers'."""
+
+    def __init__(self, *configs: GenerationConfig | None) -> None:
+        self._configs = configs
+
+    def __getitem__(self, name: str) -> Any:
+        return next((getattr(config, name) for config in self._configs if hasattr(config, name)), None)
+
+
+def reject_authors_arguments(given: Mapping[str, Any]) -> None:
+    """Rejects arguments of the code beside the weights, which would change nothing here."""
+    for name, value in given.items():
+        if value is not None and value is not False and name in _AUTHORS_ARGUMENTS:
+            raise UserError(f"{name} belongs to the code of the model's authors: {_AUTHORS_ARGUMENTS[name]}.")
+
+
 def _sampling(config: GenerationConfig) -> Sampling:
     """The seed is drawn from PyTorch's own random numbers, which `torch.manual_seed` fixes."""
     if not config.do_sample:
@@ -191,5 +272,5 @@ def _reject(unsupported: list[str]) -> None:
     if unsupported:
         raise UserError(
             f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {unsupported[0]} is "
-            "not done; leave it out, or generate without a policy."
+            "not done; leave it out, or generate without a policy (policy=None)."
         )

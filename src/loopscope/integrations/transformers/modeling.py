@@ -8,6 +8,7 @@ Shapes: B rows, M columns of tokens, P tokens that are no padding, N of them wit
 V vocabulary.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import cached_file
 
+from loopscope.analysis.diagnosis import Diagnosis
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.integrations.pretrained_configuration import (
@@ -28,20 +30,24 @@ from loopscope.integrations.pretrained_configuration import (
     LoopedPretrainedConfig,
     OuroPretrainedConfig,
 )
-from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin
+from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin, reject_authors_arguments
 from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
+from loopscope.integrations.transformers.saved_policy import fetched_exits, save_policy, write_card
 from loopscope.models.checkpoint import NETWORKS, first_not_finite, weights_sha256
-from loopscope.models.checkpoint_folder import check_hashes
+from loopscope.models.checkpoint_folder import POLICY, check_hashes
 from loopscope.models.decoder_layers import SwiGLU
 from loopscope.models.huginn import Huginn, HuginnMLP
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import EARLY_EXIT
+from loopscope.policy import ExitPolicy
 from loopscope.training.language_run import TokenLosses
 from loopscope.training.objectives import Unrolling
 from loopscope.training.training_loop import BatchLosses
 
 _OTHER_WEIGHTS = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
 """Arguments of `from_pretrained` by which the weights are not those of the folder's own files."""
+_TEXT_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What trainers say beside `position_ids` of where packed texts begin, for kernels that want to know it beforehand."""
 TeacherLogits = Callable[[Tensor, Tensor | None], Tensor]
 """Tokens [B, M] and their mask -> the logits [B, M, V] that are to be said."""
 
@@ -69,11 +75,15 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
     configured_depth: ClassVar[Any]
     """A function: how many loops a configuration asks for."""
     config: LoopedPretrainedConfig
+    diagnosis: Diagnosis | None = None
+    """What `loopscope.diagnose` found of the model, for the card that is saved with it."""
     looped: LoopedModel
     """The model of `loopscope.models`, with the same parts: what is changed in one is changed in the other."""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
+    _travelling: ExitPolicy | None = None
+    """The policy that is being saved."""
     _supports_sdpa = True
     _skip_keys_device_placement = ("past_key_values",)
 
@@ -113,6 +123,8 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
             )
         base = model.__dict__.pop("_loaded", None)
         source = str((kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path))
+        if pretrained_model_name_or_path is not None:
+            model._bring_policy(base[0] if model._hf_peft_config_loaded else source, kwargs)
         if model._hf_peft_config_loaded:
             _check_keys(*base)
         elif folder is not None:
@@ -131,14 +143,64 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         model._loaded = (str(load_config.pretrained_model_name_or_path), info.to_dict())
         return info
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; weights that are not those that a run of LoopScope left do not go by its name."""
+    def _bring_policy(self, source: str, options: Mapping[str, Any]) -> None:
+        """Let the generation configuration say of exits what its file says."""
+        exits, self._policy = fetched_exits(source, options)
+        if exits and "generation_config" not in options:  # transformers leaves out what it does not know
+            self.generation_config._from_model_config = False
+            self.generation_config.__dict__.update(exits)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, with the exit policy and a model card.
+
+        Weights that are not those that a run of LoopScope left do not go by its name, and a policy that is for other
+        weights does not go along: LoopScope warns you.
+        """
         self._check_config()
+        self._travelling = self._fitting_policy(weights_given=kwargs.get("state_dict") is not None)
         run = getattr(self.config, "run", None)
         if run is not None and (kwargs.get("state_dict") is not None or not self.looped.is_identified):
             self.config.fine_tuning = {"start": run}
             del self.config.run
-        return super().save_pretrained(*args, **kwargs)
+        named = self.generation_config.__dict__.pop("policy", None)
+        if self._travelling is not None:
+            self.generation_config.policy = POLICY
+            self.generation_config._from_model_config = False  # or transformers would not read the policy again
+        try:
+            saved = super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            if named is not None:
+                self.generation_config.policy = named
+        if kwargs.get("is_main_process", True) is not False:
+            self._complete(Path(save_directory))
+        return saved
+
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it, with the policy and the card: it has written a card of its own."""
+        self._complete(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _complete(self, folder: Path) -> None:
+        """Write the policy and the card into the folder of the saved model."""
+        policy = self._travelling
+        if policy is None:
+            (folder / POLICY).unlink(missing_ok=True)  # of an earlier save
+        else:
+            policy = save_policy(policy, folder)
+        write_card(folder, self, policy, self.diagnosis)
+
+    def _fitting_policy(self, weights_given: bool) -> ExitPolicy | None:
+        """The policy, if it is for the weights as they are."""
+        policy = self.exit_policy
+        if policy is None:
+            return None
+        weights = None if weights_given or self._hf_peft_config_loaded else self.looped.weights_sha256
+        try:
+            policy.check("other weights" if weights is None else weights, self.num_loops, self._decisions)
+        except UserError as error:
+            warnings.warn(f"The exit policy is not saved with the model. {error}", stacklevel=3)
+            return None
+        return policy
 
     def _check_config(self) -> None:
         """Rejects a configuration that was changed after the network was made of it: nothing followed the change."""
@@ -205,15 +267,18 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         """What the model says after `num_loops` loops (default: all of its own), and with `output_loop_logits` after
         every one.
 
+        Where `position_ids` begin again at 0, another text begins, which sees nothing of the one before it.
         `labels` are the tokens themselves, -100 where none counts; the loss is that of the last loop. With
         `loop_losses` there are no logits, but the losses of every loop, or of the last that `unrolling` runs, against
         the labels or against the `teacher`. Rejects `others` that ask for anything.
         """
-        if unsupported := [name for name, value in others.items() if value is not None and value is not False]:
+        reject_authors_arguments(others)
+        known = set() if position_ids is None else {*_TEXT_BOUNDS}
+        asked = {name for name, value in others.items() if value is not None and value is not False} - known
+        if asked:
             raise UserError(
-                f"A looped model does not take {unsupported[0]}: it reads input_ids, keeps no attention weights, and "
-                "does not tell several texts in one row apart (packing, padding_free); give every text a row of its "
-                "own: padding takes no time."
+                f"A looped model does not take {min(asked)}: it reads input_ids, keeps no attention weights, and "
+                "tells several texts in one row apart by their position_ids alone."
             )
         self._check_config()
         if hasattr(self.get_input_embeddings(), "base_layer") and (

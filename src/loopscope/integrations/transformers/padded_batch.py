@@ -1,6 +1,7 @@
 """How does a padded batch with an attention mask become packed rows, and back? And what is cached of them?
 
 A row is the tokens that its mask shows, wherever the padding stands: left, right or between. Positions count them.
+Where positions begin again at 0, another text begins: it sees nothing of the texts before it in the row.
 
 Shapes: B rows, M columns of tokens, P tokens that the mask shows.
 """
@@ -88,8 +89,8 @@ class PaddedBatch:
     columns: int  # M
     size: int  # B
     cells: Tensor  # [P] where the tokens lie among the B M cells, row by row
-    rows: Integers  # of the batch that have tokens
-    counts: Integers  # their tokens
+    rows: Integers  # of the batch, one for each text: a row may hold several texts, or none
+    counts: Integers  # tokens of each text
     tokens: Tensor  # [P]
     positions: Tensor | None  # [P] as they were given
 
@@ -109,20 +110,32 @@ class PaddedBatch:
         counts = shown.sum(1)
         rows = np.flatnonzero(counts)
         cells = upload(np.flatnonzero(shown), tokens.device)
-        positions = None
+        counts, positions = counts[rows], None
         if position_ids is not None:
             positions = position_ids.expand(size, -1).reshape(-1).to(cells.device).index_select(0, cells)
-        return cls(columns, size, cells, rows, counts[rows], tokens.flatten().index_select(0, cells), positions)
+            if cache is None:
+                rows, counts = _texts(rows, counts, positions)
+        return cls(columns, size, cells, rows, counts, tokens.flatten().index_select(0, cells), positions)
 
     def layout(self, cache: AppendingRows | None = None) -> Layout:
-        """Rejects positions that are not those of the tokens in their rows: several texts in one row, say."""
+        """Rejects positions that do not count the tokens of their text."""
         layout = Layout(self.counts, self.cells.device, cache=cache)
         if self.positions is not None and not torch.equal(self.positions, layout.positions):
             raise UserError(
-                "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
-                "out, and give every text a row of its own."
+                "position_ids must count the tokens that the attention mask shows, from 0 in every text, and beside a "
+                "cache a row holds one text; leave position_ids out, and give every text a row of its own."
             )
         return layout
+
+    @property
+    def starts(self) -> Integers:
+        """Numbers of the texts' first tokens among the P, and at the end P."""
+        return np.concatenate(([0], self.counts.cumsum()))
+
+    def require_one_text_a_row(self) -> None:
+        """Reject packed texts where each row is continued."""
+        if len(self.rows) > len(set(self.rows.tolist())):
+            raise UserError("position_ids begin again within a row; to generate, give every text a row of its own.")
 
     def pack(self, values: Tensor) -> Tensor:
         """[B, M, ...] -> [P, ...]"""
@@ -141,28 +154,36 @@ class PaddedBatch:
         return len(self.cells) == self.size * self.columns
 
     @staticmethod
-    def counted(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def counted(labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Tensor:
         """[B, M] the labels, -100 where `targets` leaves one out."""
         if attention_mask is None:
             attention_mask = torch.ones_like(labels)
         shown = attention_mask.to(labels.device).bool()
         first = shown.int().argmax(1, keepdim=True)
-        return labels.masked_fill(~shown, -100).scatter(1, first, -100)
+        counted = labels.masked_fill(~shown, -100).scatter(1, first, -100)
+        return counted if position_ids is None else counted.masked_fill(position_ids.to(labels.device) == 0, -100)
 
     def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens [N] after which a label is to be said, by their numbers among the P, and the labels [N].
 
-        A label counts where its own token and the one before it are no padding and in one row, and where it is not
+        A label counts where its own token and the one before it are no padding and in one text, and where it is not
         -100.
         """
         if labels.shape != (self.size, self.columns):
             raise UserError(
                 f"labels must have the shape of input_ids, {[self.size, self.columns]}, got {list(labels.shape)}."
             )
-        starts = upload(self.counts.cumsum() - self.counts, labels.device)
+        starts = upload(self.starts[:-1], labels.device)
         following = self.pack(labels).index_fill(0, starts, -100).roll(-1)
         chosen = (following != -100).nonzero()[:, 0]
         return chosen, following.index_select(0, chosen)
+
+
+def _texts(rows: Integers, counts: Integers, positions: Tensor) -> tuple[Integers, Integers]:
+    """The row and the tokens of each text: one begins with each row, and wherever a position is 0."""
+    begins = np.flatnonzero(positions.cpu().numpy() == 0)
+    starts = np.union1d(counts.cumsum() - counts, begins)
+    return rows.repeat(counts)[starts], np.diff(starts, append=len(positions))
 
 
 def _shown(attention_mask: Tensor, size: int, columns: int, cache: LoopedCache | None) -> NDArray[np.bool_]:

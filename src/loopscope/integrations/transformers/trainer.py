@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from loopscope.config import build, plain
 from loopscope.errors import UserError
@@ -113,7 +113,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """The labels that count, of which transformers knows only that they are not -100."""
         counted = [
-            {**batch, "labels": PaddedBatch.counted(batch["labels"], batch.get("attention_mask"))}
+            {
+                **batch,
+                "labels": PaddedBatch.counted(batch["labels"], batch.get("attention_mask"), batch.get("position_ids")),
+            }
             if "labels" in batch
             else batch
             for batch in batch_samples
@@ -217,6 +220,21 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         sums[2] += found.correct.sum(1)
         if found.halt_logits is not None:
             sums[3] += exit_weights(self.objective, found.halt_logits.detach().float()).sum(1)
+
+
+class RejectMixedTexts(TrainerCallback):  # type: ignore[misc]
+    """Rejects TRL's packing that concatenates texts and cuts them into rows, of any `Trainer` with a looped model.
+
+    The model cannot see it: such a batch has nothing that says where a text begins.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
+        if packs and args.packing_strategy == "wrapped" and isinstance(_base(model), LoopedForCausalLM):
+            raise UserError(
+                "packing_strategy='wrapped' lets tokens attend to other texts in their row; take 'bfd', which keeps "
+                "texts apart, or leave out packing."
+            )
 
 
 def lora_config(model: Any, rank: int = 16, alpha: int = 32, **options: Any) -> Any:

@@ -6,19 +6,26 @@ objects for every loop, under a number of its own (`layers.NUMBER`), by which vL
 numbers are in the order in which layers run: prelude, core of the first loop, of the second, .., coda. An Ouro is core
 only.
 
+At a fixed depth vLLM compiles the whole decoder, with its loops unrolled. Under an exit policy the number of loops is
+known only while they run, so vLLM compiles the `SharedBlock`, which is called once per loop. Which loop it is stands
+in a `Turn`, and only attention reads it: in an operator that the compiler does not look into.
+
 Shapes: P tokens of a step, n that run, D width.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
@@ -26,6 +33,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from loopscope.integrations.vllm.deployment import Deployment
 from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
@@ -36,18 +44,30 @@ _NARROWEST_HEAD = 32
 """vLLM's kernels know no narrower heads; those of very small models are filled up with zeros, which changes nothing."""
 
 
+@dataclass
+class Turn:
+    """The loop that runs, and what is left in the cache by the tokens of the step."""
+
+    loop: int = 0
+    cache: ExitCache | None = None  # None: all tokens run, and none of them is followed
+
+
 class LoopedAttention(nn.Module):
     """With biases and with norms of queries and keys where a model has them."""
 
-    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+    def __init__(
+        self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int], turn: Turn | None
+    ) -> None:
         """`places` are those of the layer with this `name` in the KV cache, loop by loop.
 
-        With a policy it takes down which requests are in a step.
+        With a policy it takes down which requests are in a step. With a `turn` it attends in the loop that this names.
         """
         super().__init__()
         config, source = deployment.config, deployment.looping.source
         biased = bool(config.attention_bias) and source in ("llama", "qwen3")
-        self.name, quantization = name, vllm_config.quant_config
+        self.name, self.turn, quantization = f"{name}.looped", turn, vllm_config.quant_config
+        if turn is not None:
+            vllm_config.compilation_config.static_forward_context[self.name] = self  # where the operator finds it
         self.head_width, self.cached_width = config.head_width, max(config.head_width, _NARROWEST_HEAD)
         workers = get_tensor_model_parallel_world_size()
         self.heads = config.num_attention_heads // workers
@@ -73,7 +93,7 @@ class LoopedAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
         self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
         beside = name.rpartition(".")[0]
-        backend = None if deployment.policy is None else noting_backend(self.cached_width, vllm_config)
+        backend = noting_backend(self.cached_width, vllm_config) if deployment.adaptive else None
         self.attn = nn.ModuleList(
             Attention(
                 self.heads,
@@ -88,8 +108,8 @@ class LoopedAttention(nn.Module):
             for number in places
         )
 
-    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
-        """`loop` counts from 0; with a `cache`, `hidden` is of the tokens that still run."""
+    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0) -> Tensor:
+        """`loop` counts from 0; a turn says it instead, and `hidden` is then of the tokens that still run."""
         projected, _ = self.qkv_proj(hidden)
         sizes = [heads * self.head_width for heads in (self.heads, self.key_value_heads, self.key_value_heads)]
         query, key, value = projected.split(sizes, dim=-1)
@@ -97,12 +117,20 @@ class LoopedAttention(nn.Module):
             query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
         query, key = self.rotary_emb(positions, query, key)
         query, key, value = (self._widened(part) for part in (query, key, value))
-        if cache is None:
+        if self.turn is None:
             out = self.attn[loop](query, key, value)
         else:
-            out = cache.taken(self.attn[loop](*cache.completed(self.name, query, key, value)))
+            out = torch.ops.vllm.loopscope_attend(query, key, value, self.name)
         out, _ = self.o_proj(self._narrowed(out))
         return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[n, H] of the tokens that run, in the loop whose turn it is."""
+        assert self.turn is not None
+        attention, cache = self.attn[self.turn.loop], self.turn.cache
+        if cache is None:
+            return attention(query, key, value)
+        return cache.taken(attention(*cache.completed(self.name, query, key, value)))
 
     def propagate(self, loops: range, cache: ExitCache) -> None:
         """What all tokens left at their exit loops stands in these deeper ones, which nobody runs."""
@@ -126,6 +154,18 @@ class LoopedAttention(nn.Module):
         if self.cached_width == self.head_width:
             return out
         return out.view(len(out), -1, self.cached_width)[..., : self.head_width].flatten(1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+    layer: LoopedAttention = get_forward_context().no_compile_layers[name]
+    return layer.attend(query, key, value)
+
+
+def _attend_shape(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+    return torch.empty_like(query)
+
+
+direct_register_custom_op(op_name="loopscope_attend", op_func=_attend, fake_impl=_attend_shape)
 
 
 class ParallelSwiGLU(nn.Module):
@@ -165,10 +205,12 @@ def _rope(config: DecoderConfig) -> dict[str, Any]:
 class ParallelLayer(nn.Module):
     """Ouro normalises what attention and MLP make, too."""
 
-    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+    def __init__(
+        self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int], turn: Turn | None
+    ) -> None:
         super().__init__()
         config = deployment.config
-        self.self_attn = LoopedAttention(deployment, vllm_config, name, places)
+        self.self_attn = LoopedAttention(deployment, vllm_config, name, places, turn)
         bias = bool(config.mlp_bias) and deployment.looping.source == "llama"
         self.mlp = ParallelSwiGLU(config, vllm_config, name, bias)
         norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
@@ -176,15 +218,33 @@ class ParallelLayer(nn.Module):
         after = norm if isinstance(config, OuroConfig) else nn.Identity
         self.input_layernorm_2, self.post_attention_layernorm_2 = after(), after()
 
-    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
-        attended = self.self_attn(positions, self.input_layernorm(hidden), loop, cache)
+    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0) -> Tensor:
+        attended = self.self_attn(positions, self.input_layernorm(hidden), loop)
         hidden = hidden + self.input_layernorm_2(attended)
         return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
 
 
+@support_torch_compile(dynamic_arg_dims={"hidden": 0, "positions": -1})
+class SharedBlock(nn.Module):
+    """The layers that every loop runs, and Ouro's norm after them."""
+
+    def __init__(self, *, vllm_config: VllmConfig, layers: Iterable[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), norm
+
+    def forward(self, hidden: Tensor, positions: Tensor, loop: int = 0) -> Tensor:
+        """[n, D] `loop` counts from 0; where a turn says it, it is left out, since one compilation serves all loops."""
+        for layer in self.layers:
+            hidden = layer(positions, hidden, loop)
+        return self.norm(hidden)
+
+
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
 class ParallelDecoder(nn.Module):
-    """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step."""
+    """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step.
+
+    Its `forward` runs all loops. vLLM compiles it where it is called as a module.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:
         super().__init__()
@@ -192,14 +252,17 @@ class ParallelDecoder(nn.Module):
         self.num_loops, self.damping, self.eps = deployment.loops, looping.damping, config.rms_norm_eps
         self.prelude, self.core_size, width = looping.prelude, looping.core, config.hidden_size
         self.is_ouro = isinstance(config, OuroConfig)
+        self.turn = Turn() if deployment.adaptive else None
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, prefix=f"{prefix}.embed_tokens")
         self.layers = nn.ModuleList(
-            ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number))
+            ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number), self.turn)
             for number in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(width, eps=self.eps)
         self.injection = nn.Linear(width, width, bias=False) if looping.injection else None
         self.early_exit_gate = nn.Linear(width, 1) if looping.gate == "linear" else None
+        after_loop = self.norm if self.is_ouro else nn.Identity()
+        self.block = SharedBlock(vllm_config=vllm_config, layers=self.core, norm=after_loop)
 
     def _places(self, number: int) -> Sequence[int]:
         """Where a layer keeps keys and values: one place for every time that it runs."""
@@ -233,10 +296,11 @@ class ParallelDecoder(nn.Module):
     ) -> Tensor:
         """[n, D] one loop, counted from 0, of the tokens that run; `embedded` is what went into the first."""
         updated = hidden if self.injection is None else hidden + self.injection(embedded)
-        for layer in self.core:
-            updated = layer(positions, updated, loop, cache)
-        if self.is_ouro:
-            return self.norm(updated)
+        if self.turn is None:
+            updated = self.block(updated, positions, loop)
+        else:
+            self.turn.loop, self.turn.cache = loop, cache
+            updated = self.block(updated, positions)
         return updated if self.damping == 1 else hidden + self.damping * (updated - hidden)
 
     def pooled(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""How does vLLM run a looped model? All tokens of a step through all loops; or, with a policy, until nobody goes on.
+"""How does vLLM run a looped model? All tokens of a step through all loops; or, with policies, until nobody goes on.
 
-With a policy every request is asked after each loop, by the same `ExitPolicy` and its state as in LoopScope's engine,
+With policies every request is asked after each loop, by its own `ExitPolicy` and its state as in LoopScope's engine,
 and the rules are those of its cache `propagate`: a token that continues a text exits alone, and its keys and values of
 that loop stand in for the deeper ones; a prompt goes through all loops, whatever its last token says, which is read
 where that one exits. A step ends as soon as nobody goes on.
@@ -8,7 +8,9 @@ where that one exits. A step ends as soon as nobody goes on.
 Shapes: N requests of a step, P its tokens, n of them, D width, V vocabulary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.logger import init_logger
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
@@ -26,10 +30,12 @@ from loopscope.errors import UserError
 from loopscope.integrations.vllm.deployment import deployment_of
 from loopscope.integrations.vllm.exits_log import ExitsLog
 from loopscope.integrations.vllm.looped_decoder import ParallelDecoder
+from loopscope.integrations.vllm.request_depth import Depth, policy_of
 from loopscope.integrations.vllm.step_batch import ExitCache, StepBatch, current_batch
 from loopscope.models.device import upload
 
 Integers = NDArray[np.int64]
+_logger = init_logger("vllm.loopscope")
 
 
 class ServedModel(nn.Module):
@@ -54,8 +60,8 @@ class ServedModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.deployment = deployment_of(vllm_config)
-        if self.deployment.policy is not None:  # as `DeploymentChecks` left it
-            assert vllm_config.model_config.enforce_eager
+        if self.deployment.adaptive:  # as `DeploymentChecks` left it
+            assert not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
             assert not vllm_config.cache_config.enable_prefix_caching
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
         config = self.deployment.config
@@ -72,7 +78,11 @@ class ServedModel(nn.Module):
         self.looped_attention: list[Any] = [layer.self_attn for layer in self.model.core]
         self.logits_processor = LogitsProcessor(config.vocab_size)
         log = self.deployment.exits_log
-        self._log = ExitsLog(log) if log is not None and get_tp_group().is_first_rank else None
+        first = get_tp_group().is_first_rank
+        self._log = ExitsLog(log) if log is not None and first else None
+        self._decisions: dict[Depth, ExitDecision] = {}  # by what requests ask for
+        if first:
+            _logger.info("LoopScope: %s.", self.deployment)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
@@ -86,15 +96,30 @@ class ServedModel(nn.Module):
     ) -> Tensor:
         if inputs_embeds is not None:
             raise UserError("A looped model takes prompts as tokens or text, not as embeddings.")
-        policy = self.deployment.policy
-        batch = None if policy is None else current_batch(str(self.looped_attention[0].attn[0].layer_name))
-        if policy is None or batch is None:
+        if not self.deployment.adaptive:
             return self.model(input_ids, positions)
-        step = _AdaptiveStep(self, ExitDecision(self.model, policy), batch, input_ids, positions)
+        batch = current_batch(str(self.looped_attention[0].attn[0].layer_name))
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if batch is None or connector is None or not connector.has_connector_metadata():  # vLLM warms up
+            return self.model.forward(input_ids, positions)  # which compiles the shared block only
+        decisions = self._admitted([request.depth for request in connector.requests(batch)])
+        step = _AdaptiveStep(self, decisions, batch, input_ids, positions)
         hidden = step.run()
+        connector.report(batch, step.exits, step.ran)
         if self._log is not None:
             self._log.note(batch, input_ids.cpu().numpy(), step.exits, step.ran)
         return hidden
+
+    def _admitted(self, depths: Sequence[Depth]) -> list[ExitDecision]:
+        """Decisions about the requests of a step, which ask for these depths [N]."""
+        rows: dict[Depth, list[int]] = {}
+        for row, depth in enumerate(depths):
+            rows.setdefault(depth, []).append(row)
+        for depth, those in rows.items():
+            if depth not in self._decisions:
+                self._decisions[depth] = ExitDecision(self.model, policy_of(depth, self.deployment))
+            self._decisions[depth].admit(np.array(those))
+        return [self._decisions[depth] for depth in rows]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states)
@@ -104,12 +129,17 @@ class ServedModel(nn.Module):
 
 
 class _AdaptiveStep:
-    """A step with a policy."""
+    """A step with policies."""
 
     def __init__(
-        self, model: ServedModel, group: ExitDecision, batch: StepBatch, input_ids: Tensor, positions: Tensor
+        self,
+        model: ServedModel,
+        decisions: Sequence[ExitDecision],
+        batch: StepBatch,
+        input_ids: Tensor,
+        positions: Tensor,
     ) -> None:
-        self._model, self._decoder, self._group, self._batch = model, model.model, group, batch
+        self._model, self._decoder, self._decisions, self._batch = model, model.model, decisions, batch
         self._positions, self._device = positions, positions.device
         self._last = batch.ends - 1  # [N] the token of each request that is asked
         self._at_prompt = np.flatnonzero(batch.prefilling)
@@ -119,17 +149,17 @@ class _AdaptiveStep:
         self._read: list[tuple[Tensor, Tensor]] = []  # tokens of prompts, and their states where these are read
         self.exits: Integers = np.zeros(len(batch.ends), dtype=np.int64)  # [N]
         self.ran = 0
-        group.admit(np.arange(len(batch.ends)))
 
     def run(self) -> Tensor:
         """[P, D] what the head reads: of every request where its last token exits."""
         depth = self._decoder.num_loops
-        while self.ran < depth and (len(self._group.rows) or len(self._at_prompt)):
+        while self.ran < depth and (not self.exits.all() or len(self._at_prompt)):
             self._advance()
-            if self.ran == depth:
-                self._leave(np.ones(len(self._group.rows), dtype=bool))
-            elif len(self._group.rows):
-                self._leave(self._stops())
+            deciding = [decision for decision in self._decisions if len(decision.rows)]
+            if self.ran == depth and deciding:
+                self._leave(deciding, [np.ones(len(decision.rows), dtype=bool) for decision in deciding])
+            elif deciding := [decision for decision in deciding if decision.first_exit <= self.ran < depth]:
+                self._leave(deciding, self._stops(deciding))
         for attention in self._model.looped_attention:
             attention.propagate(range(self.ran, depth), self._cache)
         return self._decoder.read(self._head_states(), self._positions)
@@ -140,32 +170,42 @@ class _AdaptiveStep:
         self._hidden = self._cache.put(self._hidden, self._decoder.loop(*given, self.ran, self._cache))
         self.ran += 1
 
-    def _stops(self) -> NDArray[np.bool_]:
+    def _stops(self, deciding: Sequence[ExitDecision]) -> list[NDArray[np.bool_]]:
         """Who of those that are asked exits now; the first worker decides for all."""
-        rows, last = self._group.rows, self._uploaded(self._last[self._group.rows])
-        logits = None
-        if self._group.reads_logits:
-            if self._model.deployment.head_attends:
-                read = self._decoder.read(self._head_states(), self._positions).index_select(0, last)
-            else:
-                read = self._decoder.read(self._hidden.index_select(0, last), self._positions.index_select(0, last))
-            logits = self._model.compute_logits(read)
+        rows = [decision.rows for decision in deciding]
+        bounds = np.cumsum([0, *(len(part) for part in rows)])
+        last = self._uploaded(self._last[np.concatenate(rows)])
+        logits = self._logits(last) if any(decision.reads_logits for decision in deciding) else None
         workers = get_tp_group()
-        stops = torch.zeros(len(rows), dtype=torch.uint8, device=self._device)
+        stops = torch.zeros(bounds[-1], dtype=torch.uint8, device=self._device)
         if workers.is_first_rank:
-            found = self._group.exits(
-                np.full(len(rows), self.ran), logits, lambda: self._decoder.pooled(self._hidden.index_select(0, last))
-            )
-            stops = torch.from_numpy(found.astype(np.uint8)).to(self._device)
+            for decision, (first, end) in zip(deciding, pairwise(bounds.tolist()), strict=True):
+                own = None if logits is None or not decision.reads_logits else logits[first:end]
+                found = decision.exits(np.full(end - first, self.ran), own, partial(self._pooled, last[first:end]))
+                stops[first:end] = torch.from_numpy(found.astype(np.uint8))
         if workers.world_size > 1:
             workers.broadcast(stops, src=0)
-        return stops.cpu().numpy().astype(bool)
+        return np.split(stops.cpu().numpy().astype(bool), bounds[1:-1])
 
-    def _leave(self, stops: NDArray[np.bool_]) -> None:
+    def _logits(self, last: Tensor) -> Tensor:
+        """[n, V] of these tokens, as if they exited now."""
+        if self._model.deployment.head_attends:
+            read = self._decoder.read(self._head_states(), self._positions).index_select(0, last)
+        else:
+            read = self._decoder.read(self._hidden.index_select(0, last), self._positions.index_select(0, last))
+        logits = self._model.compute_logits(read)
+        assert logits is not None
+        return logits
+
+    def _pooled(self, last: Tensor) -> Tensor:
+        """[n, D] what the gate reads of these tokens."""
+        return self._decoder.pooled(self._hidden.index_select(0, last))
+
+    def _leave(self, deciding: Sequence[ExitDecision], stops: Sequence[NDArray[np.bool_]]) -> None:
         """Those who exit; what continues a text runs no further, a prompt is read here and goes on."""
-        if not stops.any():
+        gone = np.concatenate([decision.keep(~stop) for decision, stop in zip(deciding, stops, strict=True)])
+        if not len(gone):
             return
-        gone = self._group.keep(~stops)
         self.exits[gone] = self.ran
         read = gone[self._batch.prefilling[gone]]
         if len(read) and self.ran < self._decoder.num_loops:

@@ -67,13 +67,15 @@ def _noting(backend: Any) -> Any:
     class NotingBuilder(backend.get_builder_cls()):  # type: ignore[misc]
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            setattr(metadata, _NAME, _batch(common_attn_metadata))
+            parts = self.vllm_config.cache_config.block_size // self.kv_cache_spec.block_size
+            setattr(metadata, _NAME, _batch(common_attn_metadata, parts))
             return metadata
 
     return subclass_attention_backend("LoopScope_", backend, NotingBuilder)
 
 
-def _batch(common: Any) -> StepBatch:
+def _batch(common: Any, parts: int) -> StepBatch:
+    """`parts` are those into which the kernels split one of the scheduler's blocks."""
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     counts = np.diff(bounds)
     here = np.flatnonzero(counts)  # others are padding
@@ -85,7 +87,7 @@ def _batch(common: Any) -> StepBatch:
         bounds[here + 1],
         prefilling,
         common.seq_lens.cpu().numpy().astype(np.int64)[here],
-        common.block_table_tensor[:, 0].cpu().numpy().astype(np.int64)[here],
+        common.block_table_tensor[:, 0].cpu().numpy().astype(np.int64)[here] // parts,
     )
 
 

@@ -34,17 +34,20 @@ function theme(specification, dark) {
   };
 }
 
+const BESIDE = 84; // what the axes of charts above each other take
+
 function sized(specification, data, width) {
   const { set, rows, step = 22 } = specification.usermeta ?? {};
   if (specification.width !== "container") return specification;
+  if (specification.usermeta?.stacked) {
+    const { width: _, vconcat, ...rest } = specification;
+    return { ...rest, vconcat: vconcat.map((part) => ({ ...part, width: width - BESIDE })) };
+  }
   const size = { width, autosize: { type: "fit-x", contains: "padding" } };
   if (rows) {
     const names = [...new Set(data[set].map((row) => String(row[rows])))];
     const most = Math.max(...names.map((name) => name.split("\n").length)); // lines of a name
-    size.height = Math.max(
-      Math.max(step, 13 * most + 6) * names.length,
-      8 * data[set].length * (rows === "model"),
-    );
+    size.height = Math.max(Math.max(step, 13 * most + 6) * names.length, 8 * data[set].length * (rows === "model"));
   }
   return { ...specification, ...size };
 }
@@ -75,10 +78,20 @@ async function draw(place, name, specification, data = {}, key = null) {
   return chart.last;
 }
 
+// Of a part that is folded there may be no width yet: then half of the page's.
+const widthOfPlace = (place) => Math.max(place.clientWidth || document.querySelector("main").clientWidth / 2, 200);
+
+function refit(place) {
+  const chart = drawn.get(place);
+  if (chart?.specification.width === "container" && chart.width !== widthOfPlace(place))
+    chart.last = chart.last.then(() => embed(place, chart));
+}
+
 async function embed(place, chart) {
   const { specification, data } = chart;
+  chart.width = widthOfPlace(place);
   const shown = painted({
-    ...sized(specification, data, Math.max(place.clientWidth, 200)),
+    ...sized(specification, data, chart.width),
     datasets: { ...specification.datasets, ...data },
   });
   const options = {
@@ -87,7 +100,11 @@ async function embed(place, chart) {
     tooltip: { theme: isDark() ? "dark" : "light", disableDefaultStyle: true },
   };
   chart.result?.finalize();
-  chart.result = await vegaEmbed(place, { ...shown, config: { ...theme(specification, isDark()), background: "transparent" } }, options);
+  chart.result = await vegaEmbed(
+    place,
+    { ...shown, config: { ...theme(specification, isDark()), background: "transparent" } },
+    options,
+  );
   chart.view = chart.result.view;
 }
 

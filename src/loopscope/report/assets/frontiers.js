@@ -138,6 +138,8 @@ function shownLines() {
           curve,
           shape,
           colour: byModel ? modelColour(place) : own,
+          width: byModel ? nested(4, 1.4, Math.min(place, 5), Math.min(order.length, 6)) : 1.6,
+          star: nested(280, 90, Math.min(place, 5), Math.min(order.length, 6)),
           dash: byModel ? DASHES[place % DASHES.length] : DASHES[isLearned(curve.readout) ? 1 : 0],
           fill: isLearned(curve.readout) ? "transparent" : undefined,
         };
@@ -162,7 +164,7 @@ const averageText = (curve, place) =>
 const TICK = "M0,-1L0,1"; // a mark of D@X
 const PAPER = "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z";
 
-function pointRows({ model, curve, shape, colour, dash, index, fill = colour }) {
+function pointRows({ model, curve, shape, colour, dash, width, star, index, fill = colour }) {
   const alone = ALONE.includes(curve.readout);
   return curve.accuracy.map((accuracy, place) => {
     const certified = curve.certified.some((mark) => mark.place === place);
@@ -176,7 +178,8 @@ function pointRows({ model, curve, shape, colour, dash, index, fill = colour }) 
       fill,
       shape,
       dash,
-      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : isLearned(curve.readout) ? 45 : 20,
+      width,
+      size: curve.readout === "oracle" ? star : alone || certified ? 70 : isLearned(curve.readout) ? 45 : 20,
       tip: {
         model: model.label,
         readout: curve.readout + (certified ? " (calibrated)" : ""),
@@ -198,6 +201,7 @@ function besideRows(shown, stop) {
     colour,
     fill: "transparent",
     dash: [1, 0],
+    width: 1.6,
     ...mark,
   });
   const deepest = Math.max(
@@ -311,7 +315,10 @@ function updateFrontiers() {
     $("frontier-chart"),
     "frontiers",
     onTouch() ? CHARTS.frontiers_touch : CHARTS.frontiers,
-    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: heightOf(shown, target), sought: !isSilent() }] },
+    {
+      points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)],
+      target: [{ accuracy: heightOf(shown, target), sought: !isSilent() }],
+    },
     shown.map(({ model, curve, colour, shape, fill = colour }) => ({
       line: `${model.label}, ${curve.readout}`,
       colour,

@@ -45,6 +45,10 @@ function gapCharts(groups) {
     const offset = members.length > 1 ? (1.3 * members.indexOf(model)) / (members.length - 1) - 0.65 : 0;
     return { model: wrapped(head.groups[model.group]), seed: model.seed || model.name, offset, value: 0 };
   });
+  const bounds = models.flatMap((model) =>
+    Object.values(model.gaps).flatMap(({ value, low, high }) => (value === null ? [] : [value, low, high])),
+  );
+  const scale = [Math.min(0, ...bounds), Math.max(0, ...bounds)].map((value) => ({ value }));
   for (const place of document.querySelectorAll("[data-gap]")) {
     const { gap } = place.dataset;
     const rows = models.flatMap((model, index) => {
@@ -59,20 +63,13 @@ function gapCharts(groups) {
     if (!rows.length) say(place, absent(models, gap));
     else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
       say(place, ZERO[gap] ?? "Zero for every model here that has it.");
-    else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, every: every.filter((row) => present.has(row.model)) });
+    else
+      draw(place, gap.replace(" ", "-"), chart, {
+        gaps: rows,
+        scale,
+        every: every.filter((row) => present.has(row.model)),
+      });
   }
-}
-
-function whenNear(element, act) {
-  const watcher = new IntersectionObserver(
-    (entries) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      watcher.disconnect();
-      act();
-    },
-    { rootMargin: "600px" },
-  );
-  watcher.observe(element);
 }
 
 // A link lands where it says, also while charts above it grow, until the reader moves.
@@ -80,6 +77,7 @@ let landing = null;
 function land() {
   landing = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (landing?.hidden) showEveryModel();
+  unfold(landing);
   landing?.scrollIntoView();
 }
 
@@ -109,20 +107,32 @@ async function start() {
     copyable(table);
     widen(table);
   }
+  startFolds();
+  startTerms();
   startLinks();
   startModels();
   await startFrontiers();
   startExamples();
   await startCloser();
-  for (const place of document.querySelectorAll(".chart.figure")) {
-    whenNear(place, async () => draw(place, place.dataset.figure, await unpack(`figure-${place.dataset.figure}`)));
-  }
+  startPrinting();
   $("theme").addEventListener("click", () => {
     setTheme(isDark() ? "light" : "dark");
     redraw();
     updateFrontiers();
   });
   document.body.dataset.ready = "yes";
+  await drawFigures(idle);
+  document.body.dataset.drawn = "yes";
+}
+
+const idle = () => new Promise((resolve) => (window.requestIdleCallback ?? setTimeout)(resolve));
+
+// Those of the report, one after the other while nothing else happens, so that a print has them; or those that are left.
+async function drawFigures(rest = () => {}) {
+  for (const place of document.querySelectorAll(".chart.figure")) {
+    await rest();
+    if (!drawn.has(place)) await draw(place, place.dataset.figure, await unpack(`figure-${place.dataset.figure}`));
+  }
 }
 
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

@@ -28,7 +28,9 @@ async function chooseModel(index) {
   const before = $("readout").value;
   const names = model.curves.map((curve) => curve.readout);
   $("readout").replaceChildren(
-    ...names.map((name) => make("option", { value: name, textContent: name + (name === model.best[0] ? " (best)" : "") })),
+    ...names.map((name) =>
+      make("option", { value: name, textContent: name + (name === model.best[0] ? " (best)" : "") }),
+    ),
   );
   for (const name of document.querySelectorAll(".model-name")) name.textContent = model.label;
   trajectories();

@@ -15,7 +15,7 @@ function startModels() {
         const input = make("input", { type: "radio", name: "verdict", value: verdict ?? "all", checked: !verdict });
         input.addEventListener("change", () => ((kept.verdict = verdict), updateModels()));
         const count = head.verdicts.filter((each) => verdict === null || each.includes(verdict)).length;
-        return make("label", {}, input, ` ${verdict ?? "all"} (${count})`);
+        return make("label", {}, input, ` ${head.short[verdict] ?? verdict ?? "all"} (${count})`);
       }),
     );
     $("model-find").addEventListener("input", () => {
@@ -31,6 +31,7 @@ function updateModels() {
   const found = head.groups.map((_, group) => group).filter(isKept);
   const few = $("model-filters") && !kept.all;
   const shown = new Set(few ? found.slice(0, FEW) : found);
+  heroChart(shown);
   gapCharts(shown);
   if (!$("model-filters")) return;
   for (const element of document.querySelectorAll("[data-group]"))

@@ -25,7 +25,8 @@ const CHARTS = (() => {
     const x = quantity("value", { title: "average loops", axis: { tickCount: 5 } });
     const layer = [
       from("every", "point", { opacity: 0 }, { ...rows, x }),
-      from("every", "rule", { strokeDash: [3, 3], color: "#888888" }, { x: quantity("value", { aggregate: "max" }) }),
+      from("scale", "point", { opacity: 0 }, { x }), // the same for all gaps
+      from("every", "rule", { strokeDash: [3, 3], color: "#888888" }, { x: { datum: 0 } }),
       from("gaps", "rule", { strokeWidth: 2.5 }, { ...shown, x: quantity("low"), x2: { field: "high" } }),
       from("gaps", "point", point, { ...shown, x: quantity("value"), shape: own("shape") }),
     ];
@@ -46,11 +47,91 @@ const CHARTS = (() => {
     const marks = { opacity: 0.9, strokeWidth: 2, tooltip: { expr: "datum.tip" } };
     const layer = [
       from("target", "rule", { strokeDash: [4, 4], color: "#888888" }, { y: quantity("accuracy"), opacity }),
-      from("points", "line", { strokeWidth: 1.6 }, { x, y, ...lines }),
+      from("points", "line", {}, { x, y, ...lines, strokeWidth: quantity("width", { scale: null }) }),
       { name: "marks", ...from("points", "point", marks, { x, y, ...looks }) },
     ];
     const params = [{ name: "zoom", select: { type: "interval", translate, zoom }, bind: "scales", views: ["marks"] }];
     return { layer, params, width: "container", height: 420 };
+  }
+
+  // Curves above, and on the same scale a lane a model with its D@X: marks that are close to each other stay apart.
+  function hero(title) {
+    const x = (axis) => quantity("loops", { scale: { nice: false, zero: false }, ...axis });
+    const bottom = x({ title, axis: { tickCount: 8 } });
+    const y = quantity("accuracy", {
+      title: "accuracy",
+      axis: { format: "%", tickCount: 6 },
+      scale: { zero: false, nice: false, padding: 6 },
+    });
+    const lane = { y: { field: "lane", type: "nominal", sort: null, axis: null } };
+    const yOffset = quantity("offset", { scale: { domain: [-3, 3] } });
+    const of = tooltip({ model: "model", readout: "readout", text: "accuracy", average: "average loops" });
+    const about = tooltip({
+      model: "model",
+      seed: "seed",
+      needs: "loops [95 % interval]",
+      reaches: "to reach",
+      readout: "by",
+      verdict: "verdict",
+    });
+    const line = {
+      color: own("colour"),
+      detail: name("line"),
+      order: quantity("order"),
+      strokeWidth: quantity("width", { scale: null }),
+    };
+    const point = { color: own("colour"), shape: own("shape"), tooltip: of };
+    const beside = { align: { expr: "datum.left ? 'right' : 'left'" }, dx: { expr: "datum.left ? -9 : 9" } };
+    const label = { ...beside, fontSize: 12, limit: { expr: "datum.limit" }, color: "#000000" };
+    const mark = {
+      opacity: { expr: "datum.reached ? 1 : 0" },
+      size: 110,
+      filled: true,
+      stroke: "#ffffff",
+      strokeWidth: 1,
+    };
+    const marked = { ...lane, yOffset, color: own("colour"), tooltip: about };
+    const curves = [
+      from("ends", "point", { opacity: 0 }, { x: bottom }),
+      from("targets", "rule", { strokeDash: [4, 4], color: "#888888", opacity: { expr: "datum.text ? 1 : 0" } }, { y }),
+      from(
+        "targets",
+        "text",
+        { align: "left", dx: 4, dy: -7, fontSize: 11, color: "#777777" },
+        { x: bottom, y, text: name("text") },
+      ),
+      from("points", "line", { clip: true, strokeJoin: "round", strokeCap: "round" }, { x: bottom, y, ...line }),
+      from(
+        "points",
+        "point",
+        { filled: true, opacity: { expr: "datum.alone ? 1 : 0" }, size: 60 },
+        { x: bottom, y, ...point },
+      ),
+      from("lanes", "point", mark, {
+        x: bottom,
+        y,
+        color: own("colour"),
+        shape: own("shape"),
+        size: quantity("size", { scale: null }),
+        tooltip: about,
+      }),
+    ];
+    const lanes = [
+      from("ends", "point", { opacity: 0 }, { x: x({ title: null, axis: null }) }),
+      from("lanes", "rule", { strokeWidth: 2.5 }, { ...marked, x: quantity("low"), x2: { field: "high" } }),
+      from("lanes", "point", { ...mark, size: 70 }, { ...marked, x: quantity("loops"), shape: own("shape") }),
+      from("lanes", "text", label, { ...lane, x: quantity("at"), text: name("text") }),
+    ];
+    return {
+      vconcat: [
+        { layer: curves, height: 330 },
+        { layer: lanes, height: { step: 24 } },
+      ],
+      spacing: 8,
+      resolve: { scale: { x: "shared" } },
+      width: "container",
+      usermeta: { stacked: true },
+    };
   }
 
   function exits(shades) {
@@ -123,6 +204,8 @@ const CHARTS = (() => {
   return {
     gap: gap(240, "split(datum.label, '\\n')", 22),
     gap_narrow: gap(130, parts, 50),
+    hero: hero("average loops"),
+    hero_cut: hero("average loops (more are not shown)"),
     frontiers: frontiers(true),
     frontiers_touch: frontiers(false),
     exits: exits({ color: shades, order: quantity("level") }),

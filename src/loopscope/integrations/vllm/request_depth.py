@@ -1,0 +1,55 @@
+"""How deep does a request want to be answered? `loopscope_depth` among its `vllm_xargs`, checked where it arrives.
+
+It is "full", a number of loops, or the name of a policy of the deployment:
+
+    client.completions.create(model=..., prompt=..., extra_body={"vllm_xargs": {"loopscope_depth": 2}})
+
+A request that asks for none gets what the deployment has: its policy, or all loops.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from loopscope.errors import UserError
+from loopscope.integrations.vllm.deployment import FULL_DEPTH, Deployment
+from loopscope.policy import ExitPolicy
+
+DEPTH_KEY = "loopscope_depth"
+_MISTAKEN = {"depth", "loops", "num_loops", "policy", "threshold", "exit_threshold", "exit_at_step", "total_ut_steps"}
+"""Arguments that mean a depth elsewhere; as a name of ours they would be ignored without a word."""
+
+Depth = str | int | None
+"""What a request asks for: "full", a number of loops, the name of a policy; None: what the deployment has."""
+
+
+def requested_depth(arguments: Mapping[str, Any] | None) -> Depth:
+    return (arguments or {}).get(DEPTH_KEY)
+
+
+def check_depth(arguments: Mapping[str, Any] | None, deployment: Deployment) -> None:
+    """Rejects arguments of a request that this deployment does not understand."""
+    for name in arguments or {}:
+        if name != DEPTH_KEY and (name.startswith("loopscope") or name in _MISTAKEN):
+            raise UserError(f"Unknown argument '{name}' in vllm_xargs; a depth is asked for as '{DEPTH_KEY}'.")
+    depth = requested_depth(arguments)
+    if depth is None:
+        return
+    if not deployment.adaptive:
+        raise UserError(
+            f"This deployment answers every request with {deployment.loops} loops; to let requests choose "
+            f'({DEPTH_KEY}), start it with an exit policy or with "policies" in hf_overrides.'
+        )
+    names = [FULL_DEPTH, *deployment.policies]
+    known = depth in names if isinstance(depth, str) else type(depth) is int and 1 <= depth <= deployment.loops
+    if not known:
+        offered = ", ".join(f"'{name}'" for name in names)
+        raise UserError(f"{DEPTH_KEY} is a number of loops from 1 to {deployment.loops}, or {offered}; got {depth!r}.")
+
+
+def policy_of(depth: Depth, deployment: Deployment) -> ExitPolicy:
+    """The rule by which the tokens of a request exit."""
+    if depth is None and deployment.policy is not None:
+        return deployment.policy
+    if isinstance(depth, str) and depth != FULL_DEPTH:
+        return deployment.policies[depth]
+    return ExitPolicy("fixed", depth if isinstance(depth, int) else deployment.loops)

@@ -1,0 +1,209 @@
+"""What does a reader see first? What the report is of, and a line a model: its loops, and in words why.
+
+Words and figures are those of the analysis (`Diagnosis.against_reference`, `Diagnosis.own_gate`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loopscope.analysis.bootstrap import Interval
+from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.results import recorded_run
+from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.verdict_text import GapWords
+from loopscope.report import tables
+from loopscope.report.figure_style import GREY, VERDICTS
+
+_MAX_NAMES = 2
+"""Models or tasks that a title names; of more it says how many."""
+_SHORT = {
+    "readout": "its readout (the gate) is to blame",
+    "trajectory": "its trajectory is to blame",
+    "readout and trajectory": "both its parts are to blame",
+    "neither": "neither part is to blame",
+    "cannot tell": "open with these data",
+    "readout (the reference)": "the reference; its readout is to blame",
+    "the reference, no verdict": "the reference, without a verdict",
+    "mixed": "its seeds disagree",
+}
+_COUNTED = {
+    "readout": "the readout is to blame in {}",
+    "trajectory": "the trajectory is to blame in {}",
+    "readout and trajectory": "both parts are to blame in {}",
+    "neither": "neither part is to blame in {}",
+    "cannot tell": "whether a part is to blame cannot be told in {}",
+    NO_VERDICT: "{} get no verdict",
+    "the reference": "{} is the reference",
+    "readout (the reference)": "the readout is to blame in {} that is the reference",
+    "the reference, no verdict": "{} is the reference, which gets no verdict either",
+    "mixed": "the seeds of {} disagree",
+}
+
+
+@dataclass(frozen=True)
+class NeededLoops:
+    """D@X of the readout that validation data choose."""
+
+    readout: str
+    accuracy: float  # at which it is read
+    loops: float
+    low: float | None  # of the 95 % interval
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is said of the trajectory or of the readout of a model; or, without a verdict, why there is none."""
+
+    name: str
+    words: str
+    figures: str
+    blamed: bool
+
+
+@dataclass(frozen=True)
+class VerdictLine:
+    """A model, or runs that differ in their seed only."""
+
+    label: str
+    verdict: str  # 'mixed' where its seeds disagree
+    short: str  # the verdict in a few words
+    loops: str
+    exits_by: str
+    parts: list[Part]
+
+    @property
+    def colour(self) -> str:
+        return VERDICTS.get(self.verdict.removesuffix(" (the reference)"), GREY)
+
+
+def title(results: Results) -> str:
+    """The question that the report answers: of which task and models, and at which accuracy."""
+    names = _labels(results)
+    who = f"{len(names)} models" if len(names) > _MAX_NAMES else " and ".join(names)
+    question = f"ow many loops {'does' if len(names) == 1 else 'do'} {who} need to {goal(results.targets[0])}?"
+    on = _tasks(results)
+    return f"{', '.join(on)}: h{question}" if 0 < len(on) <= _MAX_NAMES else f"H{question}"
+
+
+def short_title(results: Results) -> str:
+    """Of what the report is, for the tab of a browser."""
+    names, on = _labels(results), _tasks(results)
+    parts = on if 0 < len(on) <= _MAX_NAMES else []
+    return ", ".join([*parts, f"{len(names)} models" if len(names) > 1 else names[0]])
+
+
+def _labels(results: Results) -> list[str]:
+    return [group.label if len(members) > 1 else members[0].label for group, members in results.grouped]
+
+
+def _tasks(results: Results) -> list[str]:
+    """The tasks and benchmarks that are known, each once."""
+    known = []
+    for model in results.models:
+        run = recorded_run(model.provenance)
+        known.append(model.benchmark.title if model.benchmark else run["task"]["name"] if run else "")
+    return [name for name in dict.fromkeys(known) if name]
+
+
+def goal(target: Target) -> str:
+    """As in "how many loops does it need to ..."."""
+    if target.accuracy is not None:
+        return f"reach {percent_text(target.accuracy)} accuracy"
+    points = f"{100 * (target.below_full_depth or 0):g}"
+    if points == "0":
+        return "be as accurate as at full depth"
+    return f"come within {points} point{'s' * (points != '1')} of full depth"
+
+
+def summary(results: Results) -> str:
+    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart."""
+    if len(results.groups) < 2:
+        return ""
+    counts = Counter(_verdict(members) for _, members in results.grouped)
+    parts = [text.format(counts[verdict]) for verdict, text in _COUNTED.items() if counts[verdict]]
+    parts = [text.replace("1 get ", "1 gets ") for text in parts]
+    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
+
+
+def _verdict(members: Sequence[ModelResult]) -> str:
+    """That of which one seed is the reference is the reference: its seeds are measured by each other."""
+    verdicts = {model.verdict for model in [each for each in members if each.is_reference] or members}
+    return verdicts.pop() if len(verdicts) == 1 else "mixed"
+
+
+def verdict_lines(results: Results) -> list[VerdictLine]:
+    referenced, lines = tables.has_reference(results), []
+    for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
+        verdict, needed = _verdict(members), [needed_loops(model, results.targets) for model in members]
+        label, best = row[0], row[4]
+        loops, _, exits_by = uncounted(best, len(members)).partition(", ")
+        if len(members) == 1 and needed[0] is not None:
+            loops = _needed_text(needed[0], results.targets[0])
+        parts = [
+            _part("Trajectory", members, lambda model: _trajectory(model, referenced), "trajectory"),
+            _part("Own gate", members, _readout, "readout"),
+        ]
+        if verdict in (NO_VERDICT, "the reference, no verdict"):
+            why = members[0].diagnosis.sentence.removeprefix("No verdict: ")
+            loops, exits_by, parts = "", "", [Part("No verdict", why, "", blamed=False)]
+        lines.append(VerdictLine(label, verdict, short_verdict(verdict), loops, exits_by, parts))
+    return lines
+
+
+def short_verdict(verdict: str) -> str:
+    """A verdict in a few words."""
+    return _SHORT.get(verdict, verdict)
+
+
+def needed_loops(model: ModelResult, targets: Sequence[Target]) -> NeededLoops | None:
+    """At the first target, or where test data do not reach it at a relative one, if there is one."""
+    if model.diagnosis.verdict == NO_VERDICT:
+        return None
+    relative = next((each for each in targets if each.accuracy is None), targets[0])
+    for target in dict.fromkeys((targets[0], relative)):
+        frontier = model.frontier(tables.best_at(model, target))
+        if frontier is not None and (loops := frontier.depth_at[target.key]) is not None:
+            bounds: Interval | None = frontier.depth_interval[target.key]
+            low, high = (bounds.low, bounds.high) if bounds else (None, None)
+            return NeededLoops(frontier.readout, model.targets[target.key].reached, loops, low, high)
+    return None
+
+
+def _needed_text(needed: NeededLoops, target: Target) -> str:
+    bounds = "" if needed.low is None else f" [{needed.low:.2f}, {needed.high:.2f}]"
+    at = "" if needed.accuracy == target.accuracy else f" at {percent_text(needed.accuracy)}"
+    return f"{needed.loops:.2f}{bounds}{at}"
+
+
+def _part(name: str, members: Sequence[ModelResult], read: Callable[[ModelResult], GapWords], gap: str) -> Part:
+    """Of several seeds the words of each, counted, and the mean of their gaps."""
+    blamed = any(gap in model.diagnosis.blamed for model in members)
+    every = [read(model) for model in members]
+    if len(members) == 1:
+        return Part(name, every[0].words, every[0].figures, blamed)
+    counts = Counter(each.words for each in every)
+    words = [text if len(counts) == 1 else f"{text} ({count} of {len(every)} seeds)" for text, count in counts.items()]
+    size = uncounted(tables.gap_over_seeds([model.diagnosis.gaps[f"{gap} gap"] for model in members]), len(members))
+    return Part(name, "; ".join(words), size and f"over seeds: {size} loops", blamed)
+
+
+def uncounted(text: str, seeds: int) -> str:
+    """Without "(3 of 3)": that all of them are there goes without saying."""
+    return text.replace(f" ({seeds} of {seeds})", "")
+
+
+def _trajectory(model: ModelResult, referenced: bool) -> GapWords:
+    if model.is_reference:
+        return GapWords("the reference", "that the others are compared with")
+    if not referenced:
+        return GapWords("not judged", "without a reference")
+    return model.diagnosis.against_reference or GapWords("not judged", "(nothing above chance is reached by both)")
+
+
+def _readout(model: ModelResult) -> GapWords:
+    if tables.gap_cells(model, referenced=False)["readout gap"] == "no gate":
+        return GapWords("none", "")
+    return model.diagnosis.own_gate or GapWords("not judged", "(nothing above chance is reached)")
