@@ -44,7 +44,7 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope calibrate` to the parser."""
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
     from_where = "a run, a folder of recordings, a recording that is not for evaluation, or a live run"
-    option(parser, "recording", from_where, type=inputs.recorded_run, metavar="RUN|RECORDING")
+    option(parser, "recording", from_where, type=inputs.recording_argument, metavar="RUN|RECORDING")
     add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
@@ -61,7 +61,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
-    option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recorded_run)
+    option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recording_argument)
     option(parser, "--per-difficulty", "guarantee it at every difficulty")
     option(parser, "--unseen", "guarantee it for inputs that training did not have")
     once = parser.add_mutually_exclusive_group()

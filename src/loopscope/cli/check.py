@@ -34,7 +34,7 @@ def define_monitor(subparsers: Any) -> None:
 
 def _add_inputs(parser: Parser) -> None:
     held_out = "a run, a folder of recordings, a recording or a live run, of held-out examples"
-    option(parser, "recording", held_out, type=inputs.recorded_run, metavar="RUN|RECORDING")
+    option(parser, "recording", held_out, type=inputs.recording_argument, metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "policy file, which `loopscope calibrate` writes", required=True)
     inputs.add_policy_options(parser)
     add_shared(parser, "--json")

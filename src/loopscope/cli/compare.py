@@ -25,7 +25,7 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope compare` to the parser."""
     parser = add_verb(subparsers, "compare", __doc__, execute)
     parser.takes = "it takes one run and two readouts; another model's run comes with --with"
-    option(parser, "run", inputs.RECORDED, type=inputs.recorded_run)
+    option(parser, "run", inputs.RECORDED, type=inputs.recording_argument)
     names = f"the first readout: {inputs.READOUT_NAMES}"
     option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
     option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")

@@ -12,7 +12,7 @@ comes with LoopScope: the demo's linear gate, against its fixed prior. example:d
 import argparse
 from typing import Any
 
-from loopscope.cli.inputs import RECORDED, add_custom_readouts, recorded_run, reference_of
+from loopscope.cli.inputs import RECORDED, add_custom_readouts, recording_argument, reference_of
 from loopscope.cli.options import add_shared, add_verb, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
 from loopscope.recording_paths import find_recordings
@@ -21,7 +21,7 @@ from loopscope.recording_paths import find_recordings
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope diagnose` to the parser."""
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
-    option(parser, "run", RECORDED, type=recorded_run)
+    option(parser, "run", RECORDED, type=recording_argument)
     add_shared(parser, "--reference RUN", "--at X", "--unseen", "--json")
     add_custom_readouts(parser)
 

@@ -50,7 +50,7 @@ def run_or_example(text: str) -> Path:
     return example_folder(text) if text.startswith(PREFIX) else Path(text)
 
 
-def recorded_run(text: str) -> Path:
+def recording_argument(text: str) -> Path:
     """The same for what takes one model: an example is represented by one of its models."""
     run = run_or_example(text)
     example = example_of(run)
@@ -291,7 +291,7 @@ def find_model(source: str | Path, text: bool = False) -> Path:
 def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
     """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
     if str(given).startswith(PREFIX):
-        return recorded_run(str(given))
+        return recording_argument(str(given))
     name, folders = str(given), [run_of_recordings(run).resolve() for run in runs]
     named, homes = [run for run in folders if run.name == name], {run.parent for run in folders}
     for place in (*named, Path(name), *(home / name for home in homes)):

@@ -32,7 +32,7 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope sweep` to the parser."""
     parser = add_verb(subparsers, "sweep", __doc__, execute)
     two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them"
-    option(parser, "recordings", two, type=inputs.recorded_run, nargs="+", metavar="RUN|RECORDING")
+    option(parser, "recordings", two, type=inputs.recording_argument, nargs="+", metavar="RUN|RECORDING")
     swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     inputs.add_custom_readouts(parser)

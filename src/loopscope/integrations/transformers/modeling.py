@@ -274,10 +274,10 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         """
         reject_authors_arguments(others)
         known = set() if position_ids is None else {*_TEXT_BOUNDS}
-        asked = {name for name, value in others.items() if value is not None and value is not False} - known
-        if asked:
+        unknown = {name for name, value in others.items() if value is not None and value is not False} - known
+        if unknown:
             raise UserError(
-                f"A looped model does not take {min(asked)}: it reads input_ids, keeps no attention weights, and "
+                f"A looped model does not take {min(unknown)}: it reads input_ids, keeps no attention weights, and "
                 "tells several texts in one row apart by their position_ids alone."
             )
         self._check_config()

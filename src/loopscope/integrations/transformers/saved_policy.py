@@ -47,16 +47,16 @@ def fetched_exits(source: str, options: Mapping[str, Any]) -> tuple[dict[str, An
 
     configuration = fetched(GENERATION)
     exits = GenerationExits() if configuration is None else GenerationExits.read(configuration)
-    said = msgspec.to_builtins(exits)
+    written = msgspec.to_builtins(exits)
     if exits.policy is None:
-        return said, None
+        return written, None
     policy = fetched(exits.policy)
     if policy is None:
         raise no_named_policy(exits.policy, source)
     gate = PolicyFile.read(policy).gate
     if gate is not None:  # that it is missing is for the policy to say
         fetched(str(PurePosixPath(exits.policy).with_name(PurePosixPath(gate.file).name)))
-    return {**said, "policy": POLICY}, policy
+    return {**written, "policy": POLICY}, policy
 
 
 def save_policy(policy: ExitPolicy, folder: Path) -> ExitPolicy:
