@@ -51,6 +51,15 @@ def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFix
     assert set(told["models"].values()) == {"analysed"}
 
 
+def test_the_last_training_does_not_wait_for_what_is_quick(tmp_path: Path) -> None:
+    study = one_run(tmp_path)
+    study.write_text(study.read_text().replace("seed = [0]", "seed = [0, 1]").replace("fit = true\n", ""))
+    run_study(planned(study), tmp_path / "store", silent, workers=1)
+    trained, recorded = (list((tmp_path / "store").glob(name)) for name in ("run-*/data.json", "recording-*/*.json"))
+    assert len(trained) == 2
+    assert max(path.stat().st_mtime_ns for path in trained) < min(path.stat().st_mtime_ns for path in recorded)
+
+
 def test_one_product_leaves_the_report_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["study", "report", str(TINY), "--out", str(finished / "tiny"), "--product"]
     before = {path: path.read_bytes() for path in (finished / "tiny" / "report").glob("*.[hjm]*")}

@@ -199,7 +199,7 @@ def _run_locally(steps: list[Step], work: StudyWork, places: Sequence[str]) -> N
     with _workers(places, work) as pool:
         while waiting or any(worker.step for worker in pool):
             busy = {worker.step.key for worker in pool if worker.step}
-            for step in list(waiting.values()):
+            for step in _next_steps(waiting.values(), len(pool)):
                 idle = [worker for worker in pool if not worker.step]
                 if not idle:
                     break
@@ -217,6 +217,14 @@ def _run_locally(steps: list[Step], work: StudyWork, places: Sequence[str]) -> N
                 if worker.pipe in ended:
                     work.end(running[worker.pipe], worker.end())
             work.look_at(running[pipe] for pipe in running if pipe in ended)
+
+
+def _next_steps(waiting: Iterable[Step], workers: int) -> list[Step]:
+    """In their order, but the last training runs first: at the end everybody waits for one that began late."""
+    steps = list(waiting)
+    if sum(isinstance(step, Train) for step in steps) < 2 * workers:
+        steps.sort(key=lambda step: not isinstance(step, Train))
+    return steps
 
 
 class _Worker:
