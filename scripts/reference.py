@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import textwrap
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from loopscope.training.settings import (
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _GENERATED = "`scripts/reference.py` writes this page"
+_WIDTH = 110
 _LARGE = 1e5
 """A bound from here on only keeps numbers within what computers hold."""
 
@@ -103,7 +105,13 @@ def command_line() -> str:
     ]
     for path, verb in _verbs(parser):
         parts += _verb(path, verb)
-    return "\n\n".join(parts) + "\n"
+    return _page(parts)
+
+
+def _page(parts: list[str]) -> str:
+    """The parts of a page, its prose wrapped."""
+    prose = textwrap.TextWrapper(_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(part if part.startswith(("#", "|", "```")) else prose.fill(part) for part in parts) + "\n"
 
 
 def _anchor(verb: str) -> str:
@@ -159,8 +167,8 @@ def settings() -> str:
         parts += [f"## {title}", text]
         for heading, kind in tables:
             summary = cleandoc(kind.__doc__ or "").partition("\n\nParameters\n")[0]
-            parts += [f"### {heading}", summary, described(kind)]
-    return "\n\n".join(parts) + "\n"
+            parts += [f"### {heading}", *summary.split("\n\n"), described(kind)]
+    return _page(parts)
 
 
 def described(kind: type[msgspec.Struct]) -> str:

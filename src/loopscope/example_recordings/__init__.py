@@ -37,8 +37,8 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
 
     Parameters
     ----------
-    name : str, default "demo"
-        The example. "demo" has the five models of `loopscope demo`: two with a fixed prior, two with a jointly trained
+    name
+        The example (default: "demo"). "demo" has the five models of `loopscope demo`: two with a fixed prior, two with a jointly trained
         gate, one with a decoupled gate.
 
     Returns

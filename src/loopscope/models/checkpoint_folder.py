@@ -362,6 +362,7 @@ class _Quantised(msgspec.Struct, frozen=True):
 
 def check_plain(folder: Path) -> None:
     """Reject quantised weights, which transformers reads."""
+    require_config(folder)
     if read_json(_Quantised, folder / CONFIG, "model configuration").quantization_config is not None:
         raise UserError(
             f"The weights in {folder} are quantised; load them by transformers (AutoModelForCausalLM.from_pretrained, "
