@@ -143,6 +143,7 @@ def test_checkpoints_whose_policy_would_mislead_are_refused(saved: Path, tmp_pat
         (spoiled("outside", policy="../policy.json"), "outside of its folder"),
         (spoiled("absolute", policy="/policy.json"), "outside of its folder"),
         (spoiled("missing", policy="other.json"), "names the exit policy 'other.json', and there is no such file"),
+        (spoiled("too long", policy="a" * 300), "names the exit policy 'aaa.*, and there is no such file"),
         (spoiled("kind", policy=3), "policy"),
     ):
         for read in (load, named_policy):
