@@ -1,5 +1,6 @@
 """Trajectories: saved and loaded they are the same, and what cannot be one is refused with a sentence."""
 
+import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,8 +14,9 @@ from conftest import random_trajectory
 from safetensors.numpy import load_file
 
 import loopscope as ls
+from loopscope.artifacts import MANIFEST, write_manifest
 from loopscope.threshold_grids import fine_grid
-from loopscope.trajectory import concatenate
+from loopscope.trajectory import EXAMPLES, RECORDING, RECORDING_SCHEMA, concatenate
 
 
 def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
@@ -84,6 +86,21 @@ def test_a_recording_on_disk_of_an_unknown_split_is_refused_in_a_sentence(tmp_pa
     made.save(tmp_path / "recording")
     with pytest.raises(ls.UserError, match=r"/recording: There is no split 'tset' \(did you mean 'test'\?\)"):
         ls.Trajectory.load(tmp_path / "recording")
+
+
+@pytest.mark.parametrize(
+    "data", [b'["\xff"]', b'["a"', b"[" * 100_000 + b"]" * 100_000, b'{"a": 1}', b"[1]"], ids=lambda data: data[:6]
+)
+def test_texts_of_another_shape_are_refused_in_a_sentence(data: bytes, tmp_path: Path) -> None:
+    """With hashes that are right: who wrote them meant it so."""
+    folder = tmp_path / "recording"
+    random_trajectory(rows=3, examples=["a", "b", "c"]).save(folder)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    (folder / EXAMPLES).write_bytes(data)
+    kept = manifest["contents"], manifest["provenance"], list(manifest["files"])
+    write_manifest(folder, RECORDING, RECORDING_SCHEMA, *kept)
+    with pytest.raises(ls.UserError, match=r"recording/examples\.json[^\n]{10,200}$"):
+        ls.Trajectory.load(folder)
 
 
 def test_what_only_looks_odd_is_not_warned_of() -> None:

@@ -7,6 +7,7 @@ are accepted and small are trained; what is large must be rejected by the estima
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import numpy as np
 
 import loopscope as ls
 from loopscope.config import plain
-from loopscope.integrations.vllm.deployment import read_deployment
+from loopscope.errors import UserError
+from loopscope.integrations.vllm.deployment import Deployment, read_deployment
 from loopscope.integrations.vllm.exits_log import read_exits
+from loopscope.integrations.vllm.request_depth import check_depth, policy_of, requested_depth
 from loopscope.models.checkpoint import load_model
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 from loopscope.recording.text_recording import record_text
@@ -131,6 +134,7 @@ def deployment(world: World, case: Case) -> str:
         {"readout": "gate", "threshold": 0.5, "exits_log": "exits.jsonl", "loops": 3},
         {"readout": "fixed", "threshold": 2},
         {"policy": str(policy), "without_guarantee": True},
+        {"policies": {"fast": str(policy), "by_hand": str(world.policies["by-hand"])}, "without_guarantee": True},
     )
     data = spoil_json(case.rng, json.dumps(case.rng.choice(good)).encode())
     case.notes.append(data.decode(errors="replace")[:500])
@@ -140,15 +144,39 @@ def deployment(world: World, case: Case) -> str:
         return "other"
     config = json.loads((folder / "config.json").read_text())
     found = read_deployment({**config, "loopscope": overrides}, str(folder), None, "float32")
+    overrides = overrides or {}  # of null, as of every value of a configuration
+    _ask_for_depths(case, found)
     if overrides.get("readout") == "fixed":
         fixed = found.loops == overrides["threshold"] and found.policy is None
         assert fixed, "a fixed depth is not that of the overrides"
         return "other"
     assert found.loops == (overrides.get("loops") or config["total_ut_steps"]), "the loops are not the overrides'"
+    assert list(found.policies) == list(overrides.get("policies", {})), "the policies are not the overrides'"
     if "readout" in overrides:
         threshold = None if found.policy is None else found.policy.threshold
         assert threshold == float(overrides["threshold"]), "the policy is not that of the overrides"
     return "other"
+
+
+def _ask_for_depths(case: Case, found: Deployment) -> None:
+    """What a request asks for is what its tokens get, or is refused before it begins."""
+    good = {"loopscope_depth": case.rng.choice((1, found.loops, "full", "fast", "by_hand"))}
+    asked = spoil_json(case.rng, json.dumps(good).encode()) if case.rng.random() < 0.8 else json.dumps(good).encode()
+    try:
+        arguments = json.loads(asked)
+    except (ValueError, RecursionError):  # vLLM's server reads it
+        return
+    if not isinstance(arguments, dict):
+        return
+    case.notes.append(f"vllm_xargs: {asked.decode(errors='replace')[:200]}")
+    with suppress(UserError):
+        check_depth(arguments, found)
+        depth = requested_depth(arguments)
+        chosen = policy_of(depth, found)
+        if isinstance(depth, int) or depth == "full":
+            assert chosen.fixed_depth == (found.loops if depth == "full" else depth), "a request gets another depth"
+        elif depth is not None:
+            assert chosen == found.policies[depth], "a request gets another policy"
 
 
 def exits_log(world: World, case: Case) -> str:

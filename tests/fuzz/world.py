@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from conftest import GATED, GOLDEN, TINY, TINY_OURO, random_trajectory, tiny_settings, tiny_study, tiny_text
 from tiny_language import write_decoder, write_ouro
+from transformers import AutoModelForCausalLM
 
 import loopscope as ls
+import loopscope.integrations.transformers
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.cli.generate import TextJournal
@@ -94,6 +96,18 @@ COMMANDS = {
     "drawn": "report {w.run} --out OUT",  # what draws figures reserves more memory for ever than an input may take
 }
 """Artifacts that verbs write, each by its commands."""
+
+
+def _calibrated_on_texts(checkpoint: Path) -> ls.ExitPolicy:
+    """A policy with a guarantee, of texts whose next tokens are what full depth says."""
+    model = ls.load_model(checkpoint)
+    tokens = torch.randint(1, 49, (300, 6), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = model.loops(tokens, positions=torch.full((300,), 5)).logits.numpy().swapaxes(0, 1)
+    provenance = {"weights_sha256": model.weights_sha256, "precision": model.precision, "unit": "tokens"}
+    labels, texts = logits[:, -1].argmax(1), np.arange(300)
+    recording = ls.Trajectory(logits=logits, labels=labels, sequences=texts, provenance=provenance)
+    return ls.calibrate(recording, 0.5, 0.6, loss="disagreement", readout="margin")
 
 
 class World:
@@ -258,6 +272,25 @@ class World:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "max_new_tokens": 5}))
         assert len(list(folder.glob("*.safetensors"))) > 1
         return folder
+
+    @cached_property
+    def saved_models(self) -> dict[str, Path]:
+        """The checkpoint as transformers saves it with an exit policy: by hand, with a gate, and with a guarantee."""
+        weights = ls.load_model(self.checkpoint).weights_sha256
+        gate = ls.FittedGate(np.zeros(16), np.array(0.5), provenance={"weights_sha256": weights, "split": "train"})
+        policies = {
+            "by-hand": ls.ExitPolicy("margin", 0.5),
+            "gate": ls.ExitPolicy("gate:own", 0.5, gate),
+            "guaranteed": _calibrated_on_texts(self.checkpoint),
+        }
+        for name, policy in policies.items():
+            model = AutoModelForCausalLM.from_pretrained(self.checkpoint)
+            model.exit_policy = policy
+            model.save_pretrained(self.folder / "saved-models" / name)
+        for folder in (self.folder / "saved-models").iterdir():
+            for file in self.checkpoint.glob("tokenizer*"):
+                shutil.copyfile(file, folder / file.name)
+        return {name: self.folder / "saved-models" / name for name in policies}
 
     @cached_property
     def llama(self) -> Path:

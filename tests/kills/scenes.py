@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from benchmark_slices import DATA, byte_pairs
 from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_study, tiny_text
+from safetensors import SafetensorError
 from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
@@ -24,6 +25,7 @@ from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
+from loopscope.models.checkpoint_folder import named_policy
 from loopscope.models.custom_model import register_model
 from loopscope.recording import question_recording
 
@@ -92,6 +94,8 @@ _MADE: dict[str, Callable[[Path], object]] = {
 _WORDS = {
     "run": "train demo --out OUT --force {settings} {gated}"
     + "".join(f"\nrecord task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
+    "other": "train demo --out OUT --force {settings} --set training.seed=7"
+    + "".join(f"\nrecord task OUT --split {split}" for split in ("validation", "test")),
     "gate": "fit [run/recordings/train] --steps 20 --out OUT",
     "recorded": "record text [ouro] [texts/validation.txt] --limit 600 {one} --out OUT",
     "language": f"pretrain [texts/ouro.toml] {_TEXTS} --force {{one}} --out OUT",
@@ -199,6 +203,40 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
     return lambda: _done((Path(shutil.copytree(recording, target)) / "examples.json").write_text("["))
 
 
+def _saving_a_model(*thresholds: float) -> Callable[[Inputs, str], Work]:
+    """A model with an exit policy, saved by transformers."""
+
+    def act(inputs: Inputs, target: str) -> Work:
+        source = inputs["ouro"]
+
+        def work() -> int:
+            from transformers import AutoModelForCausalLM
+
+            import loopscope.integrations.transformers  # noqa: F401
+
+            for threshold in thresholds:
+                model = AutoModelForCausalLM.from_pretrained(source)
+                model.exit_policy = ls.ExitPolicy("margin", threshold)
+                try:
+                    model.save_pretrained(target)
+                except (OSError, UserError, SafetensorError) as error:
+                    print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
+                    return 2
+            return 0
+
+        return work
+
+    return act
+
+
+def _read_saved_model(folder: Path) -> None:
+    load_model(folder)
+    policy = named_policy(folder)
+    if policy is not None:
+        ls.ExitPolicy.load(policy)
+
+
+_OF_TRANSFORMERS = {"out/config.json": "any", "out/generation_config.json": "any", "out/model.safetensors": "any"}
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
 """What a run holds until it is finished."""
 _FITTED = "fit [run/recordings/train] --out OUT"
@@ -257,7 +295,15 @@ SCENES = (
         Scene(name, f"{_GUARANTEED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
         for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --fitted [gate]"}.items()
     ),
+    Scene(
+        "save_pretrained with a policy over another",
+        act=_saving_a_model(0.25),
+        before=_saving_a_model(0.5),
+        read=_read_saved_model,
+        growing={**_OF_TRANSFORMERS, "out/README.md": "any"},
+    ),
     Scene("report", "report [run] --out OUT", share=0.6),
+    Scene("report --transfer", "report [run] [other] --transfer --product headline --out OUT", share=0.4),
     Scene("report --product", "report [run] --product frontiers --out OUT", share=0.4),
     Scene("answer", "answer [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
     Scene(

@@ -344,7 +344,7 @@ def named_policy(folder: Path) -> Path | None:
     name = GenerationExits.read(folder / GENERATION).policy
     if name is None:
         return None
-    if not (folder / name).is_file():
+    if not is_file(folder / name):
         raise no_named_policy(name, folder)
     return folder / name
 

@@ -116,6 +116,22 @@ def test_the_default_cache_is_the_policy_s_own(cache: str, tmp_path: Path) -> No
     assert f"with the KV cache `{cache}`" in (tmp_path / "saved" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("card", [b"\xff\xfe of another encoding", None], ids=["no UTF-8", "a folder"])
+def test_a_card_that_cannot_be_read_stays_and_the_model_is_saved(
+    card: bytes | None, calibrated: ls.ExitPolicy, tmp_path: Path
+) -> None:
+    model, file = load(OURO), tmp_path / "README.md"
+    model.exit_policy = calibrated
+    if card is None:
+        file.mkdir()
+    else:
+        file.write_bytes(card)
+    with pytest.warns(UserWarning, match=r"The model card has no section on exits\. .*README\.md is"):
+        model.save_pretrained(tmp_path)
+    assert file.is_dir() if card is None else file.read_bytes() == card
+    assert written(load(tmp_path)) == expected(OURO, calibrated)
+
+
 def test_checkpoints_whose_policy_would_mislead_are_refused(saved: Path, tmp_path: Path) -> None:
     def spoiled(name: str, **changes: Any) -> Path:
         folder = Path(shutil.copytree(saved, tmp_path / name))
@@ -127,6 +143,7 @@ def test_checkpoints_whose_policy_would_mislead_are_refused(saved: Path, tmp_pat
         (spoiled("outside", policy="../policy.json"), "outside of its folder"),
         (spoiled("absolute", policy="/policy.json"), "outside of its folder"),
         (spoiled("missing", policy="other.json"), "names the exit policy 'other.json', and there is no such file"),
+        (spoiled("too long", policy="a" * 300), "names the exit policy 'aaa.*, and there is no such file"),
         (spoiled("kind", policy=3), "policy"),
     ):
         for read in (load, named_policy):

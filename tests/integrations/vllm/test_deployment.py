@@ -204,6 +204,20 @@ def test_a_log_that_cannot_be_written_is_refused(log: str, words: str, tmp_path:
         check_log(tmp_path / log)
 
 
+def test_a_file_of_the_user_is_no_log(tmp_path: Path) -> None:
+    """A worker cuts what the one before it did not finish, so another file would lose its last line."""
+    log = tmp_path / "exits.jsonl"
+    for begun in (b"", b'{"ran', b'{"ran": 2, "texts": [0], "loops": [1]}\n{"ra'):
+        log.write_bytes(begun)
+        check_log(log)
+        assert log.read_bytes() == begun
+    for other in (b'{"prompt": "1 and 2"}', b"notes"):
+        log.write_bytes(other)
+        with pytest.raises(UserError, match=r"exits\.jsonl is there and is no log of exits; choose another"):
+            check_log(log)
+        assert log.read_bytes() == other
+
+
 def test_a_gate_that_is_not_there_is_refused() -> None:
     values = looped_llama_config(looping={"gate": "none"})
     with pytest.raises(UserError, match="no gate"):

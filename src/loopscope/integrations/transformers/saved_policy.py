@@ -3,6 +3,7 @@ section of the model card that says what the policy guarantees and by which numb
 """
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,7 +13,8 @@ from transformers.utils import cached_file
 
 from loopscope.analysis.diagnosis import Diagnosis
 from loopscope.artifacts import loopscope_version
-from loopscope.files import write_bytes
+from loopscope.errors import UserError
+from loopscope.files import read_text, write_bytes
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.checkpoint_folder import GENERATION, POLICY, GenerationExits, no_named_policy
 from loopscope.policy import ExitPolicy, Guarantee, PolicyFile
@@ -71,10 +73,17 @@ def save_policy(policy: ExitPolicy, folder: Path) -> ExitPolicy:
 def write_card(folder: Path, model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> None:
     """Write a section of the model card, and leave the rest of it as it is.
 
-    Without a policy and a diagnosis there is no section.
+    Without a policy and a diagnosis there is no section. LoopScope warns you of a card that it cannot read or replace,
+    and leaves it as it is: the model is saved.
     """
-    card = folder / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    try:
+        _write_card(folder / CARD, model, policy, diagnosis)
+    except UserError as error:
+        warnings.warn(f"The model card has no section on exits. {error}", stacklevel=4)
+
+
+def _write_card(card: Path, model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> None:
+    text = read_text(card, "model card") if card.exists() else ""
     ours = re.compile(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
     if policy is None and diagnosis is None:
         if ours.search(text):

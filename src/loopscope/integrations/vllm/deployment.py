@@ -18,6 +18,7 @@ import msgspec
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
+from loopscope.integrations.vllm.exits_log import LOG_BEGINNING
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.checkpoint_folder import check_hashes, find_checkpoint
@@ -275,8 +276,12 @@ def _connected(vllm_config: Any) -> bool:
 
 
 def check_log(log: Path) -> None:
-    """Rejects a file that cannot be written before an engine starts, not at its first token."""
+    """Rejects a file that cannot be written or is something else, before an engine starts, not at its first token."""
     try:
-        log.open("a").close()
+        with log.open("a+b") as file:
+            file.seek(0)
+            beginning = file.read(len(LOG_BEGINNING))
     except OSError as error:
         raise UserError(f"exits_log: {log} cannot be written ({error.strerror}); choose another file.") from None
+    if not LOG_BEGINNING.startswith(beginning):  # a worker would cut its last line
+        raise UserError(f"exits_log: {log} is there and is no log of exits; choose another file.")

@@ -25,6 +25,8 @@ from loopscope.files import read_text
 Integers = NDArray[np.int64]
 _MAX_BYTES, _MAX_LINE_BYTES = 1 << 30, 1 << 22
 """Bytes of a log, and of a line."""
+LOG_BEGINNING = b'{"ran": '
+"""Of every line."""
 
 
 class StepExits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
