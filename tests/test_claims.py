@@ -39,6 +39,7 @@ VERDICTS = [
     ("mano: how many", "joint gates, 0.99: best loop 18, gate 19, of 20", "reaches it in 19 of 20"),
     ("mano: the fixed prior's margin", "1.37 [1.32, 1.41] against 1.54 [1.51, 1.59]", "1.37 [1.32, 1.41] against 1.54"),
     ("mano: the fixed prior's margin", "N/A (46%) against 1.75 [1.71, 1.79]", "98 % in 46 % of the resamples"),
+    ("mano: the fixed prior's margin", "N/A against 2.02 [1.89, 2.99]", "the gate needs 1.75 and 2.02 loops"),
     ("mano: steps", "uniform-fixed-s0, margin falls in 9 of 25 (36 %)", "uniform: 36, 28, 24 %"),
     ("mano: steps", "geometric0.3-fixed-s2, margin falls in 5 of 25 (20 %)", "geometric: 32, 32, 20 %"),
     ("mano: what looks odd", "D@95 = D@98 of the own gate in 8 of 20", "It does for 8 of our 20 jointly trained gates"),

@@ -18,6 +18,7 @@ from loopscope.analysis.diagnosis import Diagnosis
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.verdict_text import rounded_percent
 from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables
@@ -328,6 +329,18 @@ def test_without_a_verdict_a_model_without_a_gate_has_none_and_the_reference_has
     assert "own gate no gate" in shown["bare"]
     assert "the reference, without a verdict" in shown["bare"]
     assert summary(results) == "Of 2 models, 1 gets no verdict, and 1 is the reference, which gets no verdict either."
+
+
+def test_forced_exits_by_difficulty_are_the_examples_of_that_difficulty(results: Results) -> None:
+    rows = tables.forced_by_difficulty(results).rows
+    for name, (_, test) in MODELS.items():
+        shown = {row[1]: row[2:] for row in rows if row[0] == name}
+        assert test.difficulty is not None
+        assert list(shown) == [f"{level:g}" for level in np.unique(test.difficulty)]
+        for level, cells in shown.items():
+            shares = test.correct[test.difficulty == float(level)].mean(axis=0)
+            missing = ["-"] * (len(cells) - len(shares))
+            assert cells == [rounded_percent(share) for share in shares] + missing
 
 
 def test_what_can_have_no_value_is_a_dash_and_every_column_has_a_name(results: Results) -> None:

@@ -237,7 +237,7 @@ class Binning:
         shown = self.tables[: self.seeds]
         for line in self.difficulties:
             for loop in range(self.first, len(shown[0].values[0]) + 1):
-                means = [mean for table in shown if (mean := _joined_mean(table, line.places, loop)) is not None]
+                means = [mean for table in shown if (mean := joined_mean(table, line.places, loop)) is not None]
                 if not means:
                     continue
                 values, lows, highs = zip(*means, strict=True)
@@ -247,7 +247,7 @@ class Binning:
                 yield {"level": line.level, "loop": loop, **band, "colour": shades[line.level]}
 
 
-def _joined_mean(table: Binned, places: Sequence[int], loop: int) -> tuple[float, float, float] | None:
+def joined_mean(table: Binned, places: Sequence[int], loop: int) -> tuple[float, float, float] | None:
     """The mean over the examples of these difficulties at a loop, with its interval; None where there is no value.
 
     Examples of different difficulties were drawn apart, so the ends add up as independent errors do.

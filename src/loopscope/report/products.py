@@ -135,6 +135,7 @@ _OVERVIEW: dict[str, Recipe] = {
     "signals": Figure(_every_signal, "Signals by difficulty", SIGNALS),
     "depths": tables.depths,
     "forced": tables.forced,
+    "forced_by_difficulty": tables.forced_by_difficulty,
     "ordering": tables.ordering,
     "paired": tables.paired_table,
     "channels": channel_table,

@@ -13,6 +13,7 @@ from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import Guarantee
 from loopscope.readouts.signals import OWN_GATES, STOPPER, own_gate
+from loopscope.report.curves import Binning, joined_mean
 
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
@@ -235,6 +236,23 @@ def forced(results: Results) -> Table:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
     note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
     return loop_table("Forced exits", note, ["model", "measure"], rows, NOTHING)
+
+
+def forced_by_difficulty(results: Results) -> Table:
+    """Forced exits by difficulty: which examples need which loop."""
+    rows = []
+    for group, members in results.grouped:
+        binned = Binning(group.label, "accuracy", [model.forced_accuracy_by_difficulty for model in members])
+        tables, loops = binned.tables[: binned.seeds], range(1, len(members[0].forced_accuracy) + 1)
+        for line in binned.difficulties:
+            found = [[joined_mean(table, line.places, loop) for table in tables] for loop in loops]
+            shares = [share_text(over_seeds([mean and mean[0] for mean in means])) for means in found]
+            rows.append([group.label, line.name, *shares])
+    note = (
+        "Test examples of a difficulty at the same loop, without any exit rule; neighbouring difficulties are joined "
+        "where there are many. Over seeds: mean ± sample standard deviation." + of_sequences(results)
+    )
+    return loop_table("Forced exits by difficulty", note, ["model", "difficulty"], rows, NOTHING)
 
 
 def loop_table(title: str, note: str, columns: Sequence[str], rows: Sequence[list[str]], absent: str) -> Table:

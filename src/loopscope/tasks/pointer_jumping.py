@@ -2,7 +2,7 @@
 
 - p-hop induction: a text of letters, then as many marks as there are hops. From the last letter, a hop goes to the
   letter that followed the latest earlier occurrence of the same letter. Which letter is reached?
-- reachability: the edges of a graph of several paths, in random order, then a node. Which end does its path reach?
+- reachability: for every node of a graph of several paths the next one, then a node. Which end does its path reach?
 
 Each hop needs the one before it, so a model that looks once per loop needs as many loops as there are hops. Known
 constructions need about log2 of the hops: they jump over twice as many with every loop.
@@ -133,10 +133,11 @@ def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
 
 
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
-    """Find the end of a node's path in a graph of several paths, whose edges stand in random order.
+    """Find the end of a node's path in a graph that consists of several paths.
 
-    The path has `difficulty` edges, and the other paths share the rest. There are always `nodes - paths` edges, so
-    neither length nor number gives the difficulty away.
+    An input says of every node, in the order of their names, to which node its edge leads; an end leads to itself.
+    Then it names the node that begins the path. This path has `difficulty` edges, and the other paths share the rest.
+    There are always `nodes - paths` edges, so neither length nor number gives the difficulty away.
 
     Parameters
     ----------
@@ -159,8 +160,7 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
 
     @property
     def symbols(self) -> list[str]:
-        names = _NAMES[: self.nodes]
-        return [*names, *(f"{tail}>{head}" for tail in names for head in names if tail != head)]
+        return [*_NAMES[: self.nodes]]
 
     @property
     def levels(self) -> range:
@@ -172,11 +172,13 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
 
     @property
     def input_form(self) -> str:
-        edges = self.nodes - self.paths
-        return f"{edges} edges of {self.paths} paths, such as 'a>b', and the node at which one of them begins"
+        return (
+            f"the {self.nodes} nodes to which the edges of {_NAMES[0]} to {_NAMES[self.nodes - 1]} lead (an end leads "
+            f"to itself) on {self.paths} paths, and the node at which one of them begins"
+        )
 
     def length(self, difficulty: Any) -> Any:
-        return 0 * difficulty + self.nodes - self.paths + 3
+        return 0 * difficulty + self.nodes + 3
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
         return self._walk(tokens[:, 1:-1])[1]
@@ -184,48 +186,37 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     def space(self, difficulty: int) -> int:
         others, rest = self.paths - 1, self.nodes - difficulty - 1  # the nodes that are on other paths
         cuts = math.comb(rest - 1, others - 1) if rest else 0
-        orders = math.factorial(self.nodes - self.paths)
-        return math.factorial(self.nodes) * cuts // math.factorial(others) * orders
+        return math.factorial(self.nodes) * cuts // math.factorial(others)
 
     def is_input(self, row: list[int]) -> bool:
-        if len(row) != self.nodes - self.paths + 1 or row[-1] >= self.nodes or min(row[:-1]) < self.nodes:
+        if len(row) != self.nodes + 1:
             return False
-        tails, heads = self._ends(np.array([row[:-1]]))
-        if any(len({*ends[0].tolist()}) < len(row) - 1 for ends in (tails, heads)):
-            return False  # a node with two edges out or in is on no path
-        sources = {*tails[0].tolist()} - {*heads[0].tolist()}
-        edges = sum(self._walk(np.array([[*row[:-1], node]]))[1][0] for node in sources)
-        return row[-1] in sources and edges == len(row) - 1  # no edge is on a circle
+        *following, start = row
+        heads = [head for node, head in enumerate(following) if head != node]
+        reached = self._walk(np.array([[*following, node] for node in range(self.nodes)]))[0]
+        all_end = all(following[end] == end for end in reached.tolist())  # no edge is on a circle
+        distinct = len({*heads}) == len(heads) == self.nodes - self.paths  # a node with two edges in is on no path
+        return all_end and distinct and start not in heads and following[start] != start
 
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
-        count, edges = len(difficulty), self.nodes - self.paths
-        order, places = draws.permutations(count, self.nodes), np.arange(self.nodes - 1)
-        lots = draws.integers(np.full((count, self.nodes - 1), 2**31))
+        order, places = draws.permutations(len(difficulty), self.nodes), np.arange(self.nodes - 1)
+        lots = draws.integers(np.full((len(difficulty), self.nodes - 1), 2**31))
         lots[places <= difficulty[:, None]] = 2**31  # the first path is whole, and ends at its own place
         cut = np.argsort(np.argsort(lots, axis=1, kind="stable"), axis=1) < self.paths - 2
         cut |= places == difficulty[:, None]
-        kept = np.argsort(cut, axis=1, kind="stable")[:, :edges]
-        kept = np.take_along_axis(kept, draws.permutations(count, edges), axis=1)
-        tails, heads = (np.take_along_axis(order, kept + step, axis=1) for step in (0, 1))
-        numbers = self.nodes + tails * (self.nodes - 1) + heads - (heads > tails)
-        return np.concatenate([numbers, order[:, :1]], axis=1)
+        heads = np.where(cut, order[:, :-1], order[:, 1:])
+        following = np.empty_like(order)
+        np.put_along_axis(following, order, np.concatenate([heads, order[:, -1:]], axis=1), axis=1)
+        return np.concatenate([following, order[:, :1]], axis=1)
 
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
         return self._walk(tokens[:, 1:-1])[0]
 
-    def _ends(self, edges: Integers) -> tuple[Integers, Integers]:
-        """The nodes from and to which edges lead."""
-        tails, heads = np.divmod(edges - self.nodes, self.nodes - 1)
-        return tails, heads + (heads >= tails)
-
     def _walk(self, inputs: Integers) -> tuple[Integers, Integers]:
         """[N] the ends of the paths from the nodes that stand last, and how many edges they have."""
-        rows = np.arange(len(inputs))
-        tails, heads = self._ends(inputs[:, :-1])
-        following = np.tile(np.arange(self.nodes), (len(inputs), 1))  # from an end one stays there
-        following[rows[:, None], tails] = heads
-        node, edges = inputs[:, -1], np.zeros(len(inputs), dtype=np.int64)
+        rows, following, node = np.arange(len(inputs)), inputs[:, :-1], inputs[:, -1]
+        edges = np.zeros(len(inputs), dtype=np.int64)
         for _ in range(self.nodes - 1):
             edges += following[rows, node] != node
-            node = following[rows, node]
+            node = following[rows, node]  # from an end one stays there
         return node, edges
