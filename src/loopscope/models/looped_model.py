@@ -31,6 +31,7 @@ from loopscope.errors import UserError, reason
 from loopscope.model_identity import with_configuration
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import CachedRows
+from loopscope.models.linear import Int8Linear
 from loopscope.models.packing import Layout, share_prefixes
 
 
@@ -167,7 +168,9 @@ class LoopedModel(nn.Module):
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights; of quantised weights their kind, too."""
+        """Return the precision of the weights: "int8" for `load_model`'s; of torchao's, their kind, too."""
+        if any(isinstance(layer, Int8Linear) for layer in self.modules()):
+            return "int8"
         kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
         plain = next(self.parameters()).dtype
         return " with ".join((str(plain).removeprefix("torch."), *sorted(kinds)))
