@@ -8,6 +8,8 @@ Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -53,6 +55,20 @@ class Rotary(NamedTuple):
     theta: float
     interleaved: bool = False
     scaling: Llama3Scaling | None = None
+
+    @property
+    def numbers(self) -> list[float]:
+        """From which `of` makes it again: an operator takes no more than numbers."""
+        return [self.head_width, self.theta, self.interleaved, *(self.scaling or ())]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Rotary | None":
+        """None of no numbers."""
+        if not numbers:
+            return None
+        width, theta, interleaved, *scaling = numbers
+        stretched = Llama3Scaling(scaling[0], scaling[1], scaling[2], int(scaling[3])) if scaling else None
+        return cls(int(width), theta, bool(interleaved), stretched)
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [B, H, M, K] turned by its positions 0, 1, .. M - 1."""
@@ -248,6 +264,38 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+_OUTSIDE = Layout(np.zeros(0, dtype=np.int64))
+"""Stands in a compiled step for the layout, which the compiler must not look into."""
+_attending: list[Layout] = []
+"""The layouts of the compiled steps that run now, the innermost last."""
+
+
+@contextmanager
+def attending(layout: Layout) -> Iterator[Layout]:
+    """While a compiled step runs with the layout that this gives, its rows attend as `layout` says.
+
+    Where rows lie is worked out on the host, anew for every batch. So attention is one operator of the compiled graph,
+    and nothing in it is compiled.
+    """
+    _attending.append(layout)
+    try:
+        yield _OUTSIDE
+    finally:
+        _attending.pop()
+
+
+@torch.library.custom_op("loopscope::attention", mutates_args=())
+def _attention_outside(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    kinds = heads[0], heads[1], heads[2]
+    attended = cached_attention(projected, kinds, _attending[-1], Rotary.of(rotary), layer)
+    return attended.contiguous() if len(projected) else attended.clone()
+
+
+@_attention_outside.register_fake
+def _(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    return projected.new_empty((projected.shape[0], heads[0] * projected.shape[2]))
+
+
 class _Part(NamedTuple):
     """Rows that attend together: who asks, what they read and see of it, and where their outputs belong."""
 
@@ -271,6 +319,9 @@ def cached_attention(
     projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
 ) -> Tensor:
     """[S, query, key and value heads, K] -> [S, H K], in the layer that is called `layer`."""
+    if layout is _OUTSIDE:
+        numbers = [] if rotary is None else rotary.numbers
+        return _attention_outside(projected, list(heads), numbers, layer)
     cache = layout.cache
     if layout.host_branches is None and cache is None:
         return packed_attention(projected, heads, layout, rotary)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ of at least so many numbers, which are read from memory."""
 _MEASURED_TOKENS = (1, 4, 8)
 _TURNS = 4
 _multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+_outside: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Layers whose weights no compiler reads, by number: in a compiled graph each is one operator."""
 _faster: dict[tuple[Any, ...], bool] = {}
 """What was measured in this process, by shape, precision and number of threads."""
 
@@ -54,6 +57,9 @@ class Linear(nn.Linear):
     rounding. Some numbers of columns take up to twice as long as the next multiple of eight, so tokens are filled up to
     that. Of packed weights there is one product for all numbers of tokens.
     """
+
+    number: int | None = None
+    """Under which `keep_outside` has it."""
 
     @property
     def is_packed(self) -> bool:
@@ -71,6 +77,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
+        if torch.compiler.is_compiling() and self.number is not None:
+            return _linear_outside(input, self.number, self.out_features)
         weight = self.weight
         if weight.is_mkldnn:
             return self._packed_product(input, weight)
@@ -155,6 +163,7 @@ class Int8Linear(nn.Module):
     weight: Tensor  # [N, K] int8, in the order in which oneDNN reads it
     scales: Tensor  # [N]
     bias: Tensor | None
+    number: int | None = None
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -172,6 +181,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
+        if torch.compiler.is_compiling() and self.number is not None:
+            return _linear_outside(input, self.number, self.out_features)
         if torch.is_grad_enabled() and input.requires_grad:
             raise _untrainable_int8()
         if not input.numel():
@@ -202,6 +213,25 @@ class Int8Linear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
         destination[f"{prefix}weight"] = self.plain_weight
+
+
+def keep_outside(model: nn.Module) -> None:
+    """Make every layer with packed or int8 weights one operator of the graph, if the model is compiled."""
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear) or (isinstance(layer, Linear) and layer.is_packed):
+            layer.number = id(layer)
+            _outside[layer.number] = layer
+
+
+@torch.library.custom_op("loopscope::linear", mutates_args=())
+def _linear_outside(input: Tensor, number: int, outputs: int) -> Tensor:
+    product: Tensor = _outside[number](input)
+    return product
+
+
+@_linear_outside.register_fake
+def _(input: Tensor, number: int, outputs: int) -> Tensor:
+    return input.new_empty((*input.shape[:-1], outputs))
 
 
 def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

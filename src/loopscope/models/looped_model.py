@@ -29,9 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError, reason
 from loopscope.model_identity import with_configuration
+from loopscope.models.attention import attending
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import CachedRows
-from loopscope.models.linear import Int8Linear
+from loopscope.models.linear import Int8Linear, keep_outside
 from loopscope.models.packing import Layout, share_prefixes
 
 
@@ -209,6 +210,41 @@ class LoopedModel(nn.Module):
             module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
             for key, tensor in held.items():
                 yield from plain_tensors(key, tensor)
+
+    def compile(self, **options: Any) -> None:
+        """Compile `step` with torch.compile, as one graph; attention stays as it is.
+
+        The first loops take long: then PyTorch compiles.
+
+        Parameters
+        ----------
+        **options
+            Options of torch.compile, such as `backend`.
+
+        Examples
+        --------
+        >>> model.compile(backend="eager")
+        >>> model.loops(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([4, 1, 3, 8])
+        """
+        keep_outside(self)
+        compiled = torch.compile(type(self).step, fullgraph=True, dynamic=True, **options)
+
+        def step(state: LoopState) -> LoopState:
+            with attending(state.layout) as outside:
+                try:
+                    done: LoopState = compiled(self, replace(state, layout=outside))
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    raise UserError(
+                        f"The model cannot be compiled here ({reason(error)[:300]}); run it without --compile."
+                    ) from error
+            return replace(done, layout=state.layout)
+
+        self.step = step  # type: ignore[method-assign]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is not compiled."""
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
