@@ -68,7 +68,7 @@ def check(model: LoopedModel, backend: str) -> CompileCounterWithBackend:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_step_is_one_graph(name: str) -> None:
     """For any number of rows and tokens; one row, and one token, have a graph of their own."""
-    assert 1 <= check(COMPILED[name](), "aot_eager").frame_count <= 4
+    assert 1 <= check(COMPILED[name](), "aot_eager").frame_count <= 5
 
 
 @pytest.mark.long

@@ -104,10 +104,15 @@ def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.devi
         return both[0].to(dtype), both[1].to(dtype)
 
 
+def takes_fused_kernels(device: torch.device) -> bool:
+    """Whether all attention on this device goes through `scaled_dot_product_attention`, without any other way."""
+    return device.type != "cpu"
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[B, H, M, K]; every token attends to itself and to what stands before it."""
     length = query.shape[-2]
-    if query.device.type != "cpu" or length > MAX_SHORT:
+    if takes_fused_kernels(query.device) or length > MAX_SHORT:
         return fused_attention(query, key, value, is_causal=True)
     return _short_attention(query, key, value, _future(length, query.dtype))
 
@@ -121,6 +126,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
     """[B, H, 1, K]: one query a row, at `positions` [B], attends to itself and to what stands before it."""
     later = torch.arange(key.shape[-2], device=key.device) > positions[:, None]
+    if takes_fused_kernels(query.device):
+        return fused_attention(query, key, value, attn_mask=~later[:, None, None])
     mask = torch.zeros_like(later, dtype=query.dtype).masked_fill_(later, -torch.inf)
     return _short_attention(query, key, value, mask.repeat_interleave(query.shape[1], 0)[:, None])
 
@@ -323,7 +330,7 @@ def cached_attention(
         numbers = [] if rotary is None else rotary.numbers
         return _attention_outside(projected, list(heads), numbers, layer)
     cache = layout.cache
-    if layout.host_branches is None and cache is None:
+    if layout.host_branches is None and cache is None and not takes_fused_kernels(projected.device):
         return packed_attention(projected, heads, layout, rotary)
     turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:
@@ -406,7 +413,7 @@ def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, ke
     """Neighbours in the cache that have about as many tokens are read where they are; few tokens are copied."""
     contexts, places = layout.host_contexts[group.rows], cache.places[group.rows]
     runs = _neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
-    few = MAX_GATHERED_ON_CPU if layout.device.type == "cpu" else MAX_GATHERED
+    few = MAX_GATHERED if takes_fused_kernels(layout.device) else MAX_GATHERED_ON_CPU
     copied = len(contexts) * int(contexts.max()) * key[0].numel() <= few * (len(runs) - 1)
     if copied:
         runs = [(slice(0, len(contexts)), int(contexts.max()))]

@@ -228,6 +228,8 @@ class LoopedModel(nn.Module):
         torch.Size([4, 1, 3, 8])
         """
         keep_outside(self)
+        limits = torch._dynamo.config  # each model of a class has up to five graphs: for one row, one token, and more
+        limits.recompile_limit = max(limits.recompile_limit, MAX_GRAPHS)
         compiled = torch.compile(type(self).step, fullgraph=True, dynamic=True, **options)
 
         def step(state: LoopState) -> LoopState:
@@ -659,6 +661,8 @@ class LoopedModel(nn.Module):
         return Loops(self.predict(head_input), hidden, self.halt(hidden))
 
 
+MAX_GRAPHS = 64
+"""Of all compiled models of a class in a process; PyTorch's own limit is 8."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLED_WEIGHTS = 64
 """Numbers of every tensor that tell at once whether it was changed."""
