@@ -38,7 +38,7 @@ class LoopedTransformer(LoopedModel):
         self.num_loops = settings.loops
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.settings, self.loop_norm = settings, settings.loop_norm
+        self.settings, self.loop_norm = settings, bool(settings.loop_norm)
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
         self.block = nn.ModuleList(TransformerLayer(settings, str(number)) for number in range(settings.layers))
