@@ -24,7 +24,7 @@ from loopscope.cli.output import percent, print_json, print_note, print_sentence
 from loopscope.engine import generation
 from loopscope.engine.decoder import CACHE_MODES
 from loopscope.errors import UserError, install_command
-from loopscope.models.checkpoint import DTYPES
+from loopscope.models.checkpoint import DTYPES, INT8
 from loopscope.progress import track
 from loopscope.scope import CacheMode
 
@@ -132,7 +132,7 @@ def test_every_help_has_examples_fits_80_columns_and_says_what_options_are(monke
 
 
 def test_names_that_are_known_without_torch_are_those_of_the_library() -> None:
-    assert tuple(DTYPES) == options.PRECISIONS
+    assert (*DTYPES, INT8) == options.PRECISIONS
     assert get_args(CacheMode) == CACHE_MODES
     assert selfcheck.KINDS == CHECK_KINDS
 

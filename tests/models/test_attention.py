@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tiny_language import MODELS, VOCABULARY
 from torch import Tensor
 
+from loopscope.models import attention
 from loopscope.models.attention import Rotary, causal_attention
 from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
 from loopscope.models.looped_model import LoopedModel, LoopState
@@ -19,6 +20,17 @@ CPU = torch.device("cpu")
 Tokens = NDArray[np.int64]
 Asked = tuple[Tokens, list[Tokens]]  # a context and its choices
 Said = tuple[Tensor, Tensor]  # pooled states [T, P, D] and logits [T, P, V]
+
+
+@pytest.fixture(params=["products", "fused kernels"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As a CPU attends to short rows, and as every other device does."""
+    if request.param == "fused kernels":
+        monkeypatch.setattr(attention, "takes_fused_kernels", lambda device: True)
+        monkeypatch.setattr(attention, "_short_attention", None)
+        monkeypatch.setattr(attention, "packed_attention", None)
+    chosen: str = request.param
+    return chosen
 
 
 @pytest.fixture(params=MODELS)

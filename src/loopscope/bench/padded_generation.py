@@ -30,7 +30,7 @@ def plain_text(model: LoopedModel, prompts: Sequence[Prompt], new_tokens: int, b
         raise UserError(
             f"The plain way to write text knows Ouro and looped Llamas, not {type(model).__name__}; leave out --plain."
         )
-    device = model.lm_head.weight.device
+    device = model.model.embed_tokens.weight.device
     texts: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         rows = [torch.from_numpy(prompt.tokens) for prompt in prompts[start : start + batch_size]]
@@ -58,7 +58,7 @@ class _Forward:
         model, new = self.model, tokens.shape[1]
         places = torch.arange(self.seen, self.seen + new, device=tokens.device)
         positions = (places - self.first[:, None]).clamp(min=0)
-        self.angles = model.config.rotary.angles(positions, model.lm_head.weight.dtype, self.seen + new)
+        self.angles = model.config.rotary.angles(positions, model.model.embed_tokens.weight.dtype, self.seen + new)
         self.mask = None  # [B, 1, M, N] what new tokens see; None: all before them
         if self.padded:
             every = torch.arange(self.seen + new, device=tokens.device)
@@ -67,7 +67,7 @@ class _Forward:
         hidden = model.model.embed_tokens(tokens)
         hidden = self._ouro(hidden) if isinstance(model, Ouro) else self._looped_llama(model, hidden)
         self.seen += new
-        return F.linear(hidden[:, -1], model.lm_head.weight)
+        return model.lm_head(hidden[:, -1:])[:, 0]
 
     def _ouro(self, hidden: Tensor) -> Tensor:
         for loop in range(1, self.model.num_loops + 1):

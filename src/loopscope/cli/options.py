@@ -18,7 +18,7 @@ from loopscope.errors import UserError, did_you_mean
 Execute = Callable[[argparse.Namespace], int | None]
 """What a verb does; the exit code is 0 where it returns nothing."""
 
-PRECISIONS: Final = ("float32", "bfloat16", "float16")
+PRECISIONS: Final = ("float32", "bfloat16", "float16", "int8")
 """Those of `models.checkpoint`, which takes PyTorch to import."""
 _VERB, _KIND = "VERB", "WHAT"
 _HELP_WIDTH = 79
@@ -201,7 +201,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
-    "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
+    "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: the file's)", {"choices": PRECISIONS}),
     "--force": ("start even what is far too big for this machine", {}),
     "--fitted DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),

@@ -62,7 +62,7 @@ def define(subparsers: Any) -> None:
         option(group, "--benchmark NAME", benchmarks, action="append", dest="benchmarks", default=None)
         option(group, "--data DIR", "folder with the benchmarks' files (default: from the Hub)", type=str)
         option(group, "--limit N", "take at most so many questions of every split")
-        option(group, "--dtype NAME", "precision: float32, bfloat16 or float16", choices=PRECISIONS)
+        option(group, "--dtype NAME", "precision: float32, bfloat16, float16 or int8", choices=PRECISIONS)
         parser.set_defaults(product=(), style="page")  # of all but `report`
         if name == "plan":
             rate = partial(real_number, fits=lambda value: 0 < value <= 1e6, which="above 0 and up to 1e6")

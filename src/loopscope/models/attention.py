@@ -8,6 +8,8 @@ Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -54,6 +56,20 @@ class Rotary(NamedTuple):
     interleaved: bool = False
     scaling: Llama3Scaling | None = None
 
+    @property
+    def numbers(self) -> list[float]:
+        """From which `of` makes it again: an operator takes no more than numbers."""
+        return [self.head_width, self.theta, self.interleaved, *(self.scaling or ())]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "Rotary | None":
+        """None of no numbers."""
+        if not numbers:
+            return None
+        width, theta, interleaved, *scaling = numbers
+        stretched = Llama3Scaling(scaling[0], scaling[1], scaling[2], int(scaling[3])) if scaling else None
+        return cls(int(width), theta, bool(interleaved), stretched)
+
     def rotate(self, x: Tensor) -> Tensor:
         """x [B, H, M, K] turned by its positions 0, 1, .. M - 1."""
         return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
@@ -88,10 +104,15 @@ def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.devi
         return both[0].to(dtype), both[1].to(dtype)
 
 
+def takes_fused_kernels(device: torch.device) -> bool:
+    """Whether all attention on this device goes through `scaled_dot_product_attention`, without any other way."""
+    return device.type != "cpu"
+
+
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[B, H, M, K]; every token attends to itself and to what stands before it."""
     length = query.shape[-2]
-    if query.device.type != "cpu" or length > MAX_SHORT:
+    if takes_fused_kernels(query.device) or length > MAX_SHORT:
         return fused_attention(query, key, value, is_causal=True)
     return _short_attention(query, key, value, _future(length, query.dtype))
 
@@ -105,6 +126,8 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
     """[B, H, 1, K]: one query a row, at `positions` [B], attends to itself and to what stands before it."""
     later = torch.arange(key.shape[-2], device=key.device) > positions[:, None]
+    if takes_fused_kernels(query.device):
+        return fused_attention(query, key, value, attn_mask=~later[:, None, None])
     mask = torch.zeros_like(later, dtype=query.dtype).masked_fill_(later, -torch.inf)
     return _short_attention(query, key, value, mask.repeat_interleave(query.shape[1], 0)[:, None])
 
@@ -248,6 +271,38 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+_OUTSIDE = Layout(np.zeros(0, dtype=np.int64))
+"""Stands in a compiled step for the layout, which the compiler must not look into."""
+_attending: list[Layout] = []
+"""The layouts of the compiled steps that run now, the innermost last."""
+
+
+@contextmanager
+def attending(layout: Layout) -> Iterator[Layout]:
+    """While a compiled step runs with the layout that this gives, its rows attend as `layout` says.
+
+    Where rows lie is worked out on the host, anew for every batch. So attention is one operator of the compiled graph,
+    and nothing in it is compiled.
+    """
+    _attending.append(layout)
+    try:
+        yield _OUTSIDE
+    finally:
+        _attending.pop()
+
+
+@torch.library.custom_op("loopscope::attention", mutates_args=())
+def _attention_outside(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    kinds = heads[0], heads[1], heads[2]
+    attended = cached_attention(projected, kinds, _attending[-1], Rotary.of(rotary), layer)
+    return attended.contiguous() if len(projected) else attended.clone()
+
+
+@_attention_outside.register_fake
+def _(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    return projected.new_empty((projected.shape[0], heads[0] * projected.shape[2]))
+
+
 class _Part(NamedTuple):
     """Rows that attend together: who asks, what they read and see of it, and where their outputs belong."""
 
@@ -271,8 +326,11 @@ def cached_attention(
     projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
 ) -> Tensor:
     """[S, query, key and value heads, K] -> [S, H K], in the layer that is called `layer`."""
+    if layout is _OUTSIDE:
+        numbers = [] if rotary is None else rotary.numbers
+        return _attention_outside(projected, list(heads), numbers, layer)
     cache = layout.cache
-    if layout.host_branches is None and cache is None:
+    if layout.host_branches is None and cache is None and not takes_fused_kernels(projected.device):
         return packed_attention(projected, heads, layout, rotary)
     turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:
@@ -355,7 +413,7 @@ def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, ke
     """Neighbours in the cache that have about as many tokens are read where they are; few tokens are copied."""
     contexts, places = layout.host_contexts[group.rows], cache.places[group.rows]
     runs = _neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
-    few = MAX_GATHERED_ON_CPU if layout.device.type == "cpu" else MAX_GATHERED
+    few = MAX_GATHERED if takes_fused_kernels(layout.device) else MAX_GATHERED_ON_CPU
     copied = len(contexts) * int(contexts.max()) * key[0].numel() <= few * (len(runs) - 1)
     if copied:
         runs = [(slice(0, len(contexts)), int(contexts.max()))]

@@ -40,13 +40,15 @@ from loopscope.models.custom_model import custom_model
 from loopscope.models.decoder_layers import NetworkConfig
 from loopscope.models.device import check_device
 from loopscope.models.huginn import Huginn, HuginnConfig
-from loopscope.models.linear import pack_weights
+from loopscope.models.linear import pack_weights, quantise_weights
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.looped_model import LoopedModel, plain_tensors
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INT8 = "int8"
+"""A precision of linear layers; all else is float32."""
 STORED_FLOATS = ("F64", "F32", "F16", "BF16")
 NETWORKS: dict[str, tuple[type[NetworkConfig], Callable[[Any], LoopedModel]]] = {
     "ouro": (OuroConfig, Ouro),
@@ -74,7 +76,8 @@ def load_model(
     device
         Where the model runs (default: "cpu").
     dtype
-        "float32", "bfloat16" or "float16" (default: as in its file).
+        "float32", "bfloat16", "float16" or, on a CPU, "int8" (default: as in its file). With int8, linear layers
+        compute in int8 and all else in float32; such a model cannot be trained.
     revision
         The revision on the Hub (default: the newest).
     pack
@@ -96,15 +99,22 @@ def load_model(
     4
     """
     if dtype is not None:
-        check_known(dtype, DTYPES, "precision")
+        check_known(dtype, (*DTYPES, INT8), "precision")
     device = check_device(device)
+    if dtype == INT8 and device.type != "cpu":
+        raise UserError(
+            "int8 weights run on the CPU here (--device cpu); on a GPU quantise with torchao, in transformers "
+            "(docs/how-to/transformers.md)."
+        )
     path = find_checkpoint(source, revision)
     check_hashes(path)
     check_plain(path)
     model = model_without_weights(path)
-    fill(model, path, device, None if dtype is None else DTYPES[dtype])
+    fill(model, path, device, None if dtype is None else DTYPES.get(dtype))
     model.to(device)  # what no file holds: constants that a class of the user's has made
     model.eval().requires_grad_(False)
+    if dtype == INT8:
+        quantise_weights(model)
     model.identify_by(partial(stored_sha256, path.resolve()))
     if pack:
         pack_weights(model)

@@ -4,6 +4,8 @@ Where a measurement on this machine says that it is faster, `pack_weights` puts 
 which oneDNN reads it, once and in place of the plain one. Up to about eight tokens then take little longer than one.
 A packed model answers and nothing else: it is saved, hashed and copied as the plain one, and training refuses it.
 
+`quantise_weights` goes further: it rounds the matrices to int8. That is another precision, and another model.
+
 Other matrices stay as they are, and their products are turned round for few tokens.
 
 Shapes: M tokens, K inputs, N outputs.
@@ -13,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +42,8 @@ of at least so many numbers, which are read from memory."""
 _MEASURED_TOKENS = (1, 4, 8)
 _TURNS = 4
 _multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
+_outside: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Layers whose weights no compiler reads, by number: in a compiled graph each is one operator."""
 _faster: dict[tuple[Any, ...], bool] = {}
 """What was measured in this process, by shape, precision and number of threads."""
 
@@ -52,6 +57,9 @@ class Linear(nn.Linear):
     rounding. Some numbers of columns take up to twice as long as the next multiple of eight, so tokens are filled up to
     that. Of packed weights there is one product for all numbers of tokens.
     """
+
+    number: int | None = None
+    """Under which `keep_outside` has it."""
 
     @property
     def is_packed(self) -> bool:
@@ -69,6 +77,8 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
+        if torch.compiler.is_compiling() and self.number is not None:
+            return _linear_outside(input, self.number, self.out_features)
         weight = self.weight
         if weight.is_mkldnn:
             return self._packed_product(input, weight)
@@ -143,10 +153,131 @@ class Linear(nn.Linear):
         super()._load_from_state_dict(*given, **options)
 
 
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights on a CPU: one scale for every output, and one for every token's inputs.
+
+    oneDNN multiplies int8 with int8 and sums without rounding. Since no two tokens share a scale, a token's product is
+    the same, bit for bit, whichever tokens come with it.
+    """
+
+    weight: Tensor  # [N, K] int8, in the order in which oneDNN reads it
+    scales: Tensor  # [N]
+    bias: Tensor | None
+    number: int | None = None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        weight = layer.weight.detach().float()
+        rounded, scales = _rounded_rows(weight)
+        self.register_buffer("weight", _packed_int8(rounded))
+        self.register_buffer("scales", scales[:, 0])
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
+        self.eval()
+
+    @property
+    def plain_weight(self) -> Tensor:
+        return self.weight.to_dense().t().contiguous()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]"""
+        if torch.compiler.is_compiling() and self.number is not None:
+            return _linear_outside(input, self.number, self.out_features)
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise _untrainable_int8()
+        if not input.numel():
+            return input.new_empty((*input.shape[:-1], self.out_features))
+        rounded, scales = _rounded_rows(input.reshape(-1, self.in_features))
+        shifts = torch.zeros(1, dtype=torch.int32)
+        float32 = torch.float32
+        options = (None, 1.0, 0, float32, "none", [], "")
+        product = torch.ops.onednn.qlinear_pointwise(rounded, 1.0, 0, self.weight, self.scales, shifts, *options)
+        product = product.mul_(scales) if self.bias is None else torch.addcmul(self.bias, product, scales)
+        return product.view(*input.shape[:-1], self.out_features)
+
+    def train(self, mode: bool = True) -> "Int8Linear":
+        """Reject training of rounded weights."""
+        if mode:
+            raise _untrainable_int8()
+        super().train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is made of the plain matrix."""
+        return dict(self.__dict__, _buffers=dict(self._buffers, weight=self.plain_weight))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.weight = _packed_int8(self.weight)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[f"{prefix}weight"] = self.plain_weight
+
+
+def keep_outside(model: nn.Module) -> None:
+    """Make every layer with packed or int8 weights one operator of the graph, if the model is compiled."""
+    for layer in model.modules():
+        if isinstance(layer, Int8Linear) or (isinstance(layer, Linear) and layer.is_packed):
+            layer.number = id(layer)
+            _outside[layer.number] = layer
+
+
+@torch.library.custom_op("loopscope::linear", mutates_args=())
+def _linear_outside(input: Tensor, number: int, outputs: int) -> Tensor:
+    product: Tensor = _outside[number](input)
+    return product
+
+
+@_linear_outside.register_fake
+def _(input: Tensor, number: int, outputs: int) -> Tensor:
+    return input.new_empty((*input.shape[:-1], outputs))
+
+
+def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, K] as int8, and the scale [R, 1] of every row."""
+    scales = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(torch.finfo(rows.dtype).tiny)
+    return (rows / scales).round_().to(torch.int8), scales
+
+
+def _packed_int8(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, [_PACKED_FOR, weight.shape[1]])
+    return packed
+
+
+def _untrainable_int8() -> UserError:
+    return UserError("int8 weights cannot be trained; load the model in another precision (--dtype float32).")
+
+
 def _untrainable() -> UserError:
     return UserError(
         "The weights are packed for inference, and cannot be trained; load the model with load_model(..., pack=False)."
     )
+
+
+@torch.no_grad()
+def quantise_weights(model: nn.Module) -> None:
+    """Put int8 in place of the matrices of linear layers, one after the other; all else becomes float32.
+
+    A matrix that is also another's (a head tied to its embedding) stays as it is, since rows of it are read.
+    """
+    if not torch.backends.mkldnn.is_available():
+        raise UserError("int8 weights need oneDNN, which this build of PyTorch lacks; take --dtype bfloat16.")
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    layers = [
+        (module, name)
+        for module in model.modules()
+        for name, layer in module.named_children()
+        if isinstance(layer, Linear) and uses[id(layer.weight)] == 1
+    ]
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layers for int8 weights: those are of Ouro, Huginn and looped decoders; "
+            "take float32."
+        )
+    for module, name in layers:
+        setattr(module, name, Int8Linear(getattr(module, name)))
+    model.float()
 
 
 @torch.no_grad()

@@ -29,8 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError, reason
 from loopscope.model_identity import with_configuration
+from loopscope.models.attention import attending
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import CachedRows
+from loopscope.models.linear import Int8Linear, keep_outside
 from loopscope.models.packing import Layout, share_prefixes
 
 
@@ -167,7 +169,9 @@ class LoopedModel(nn.Module):
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights; of quantised weights their kind, too."""
+        """Return the precision of the weights: "int8" for `load_model`'s; of torchao's, their kind, too."""
+        if any(isinstance(layer, Int8Linear) for layer in self.modules()):
+            return "int8"
         kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
         plain = next(self.parameters()).dtype
         return " with ".join((str(plain).removeprefix("torch."), *sorted(kinds)))
@@ -206,6 +210,43 @@ class LoopedModel(nn.Module):
             module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
             for key, tensor in held.items():
                 yield from plain_tensors(key, tensor)
+
+    def compile(self, **options: Any) -> None:
+        """Compile `step` with torch.compile, as one graph; attention stays as it is.
+
+        The first loops take long: then PyTorch compiles.
+
+        Parameters
+        ----------
+        **options
+            Options of torch.compile, such as `backend`.
+
+        Examples
+        --------
+        >>> model.compile(backend="eager")
+        >>> model.loops(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([4, 1, 3, 8])
+        """
+        keep_outside(self)
+        limits = torch._dynamo.config  # each model of a class has up to five graphs: for one row, one token, and more
+        limits.recompile_limit = max(limits.recompile_limit, MAX_GRAPHS)
+        compiled = torch.compile(type(self).step, fullgraph=True, dynamic=True, **options)
+
+        def step(state: LoopState) -> LoopState:
+            with attending(state.layout) as outside:
+                try:
+                    done: LoopState = compiled(self, replace(state, layout=outside))
+                except torch._dynamo.exc.TorchDynamoException as error:
+                    raise UserError(
+                        f"The model cannot be compiled here ({reason(error)[:300]}); run it without --compile."
+                    ) from error
+            return replace(done, layout=state.layout)
+
+        self.step = step  # type: ignore[method-assign]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is not compiled."""
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -620,6 +661,8 @@ class LoopedModel(nn.Module):
         return Loops(self.predict(head_input), hidden, self.halt(hidden))
 
 
+MAX_GRAPHS = 64
+"""Of all compiled models of a class in a process; PyTorch's own limit is 8."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLED_WEIGHTS = 64
 """Numbers of every tensor that tell at once whether it was changed."""

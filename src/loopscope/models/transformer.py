@@ -38,7 +38,7 @@ class LoopedTransformer(LoopedModel):
         self.num_loops = settings.loops
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.settings = settings
+        self.settings, self.loop_norm = settings, bool(settings.loop_norm)
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
         self.block = nn.ModuleList(TransformerLayer(settings, str(number)) for number in range(settings.layers))
@@ -73,7 +73,7 @@ class LoopedTransformer(LoopedModel):
 
     def step(self, state: LoopState) -> LoopState:
         hidden = through(self.block, _entering(state), state.layout)
-        return replace(state, hidden=self.norm(hidden) if self.settings.loop_norm else hidden, loop=state.loop + 1)
+        return replace(state, hidden=self.norm(hidden) if self.loop_norm else hidden, loop=state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
@@ -94,11 +94,11 @@ class LoopedTransformer(LoopedModel):
         last = self.block[-1]
         assert isinstance(last, TransformerLayer)
         hidden = last.with_mlp(begun.hidden)
-        return replace(begun, hidden=self.norm(hidden) if self.settings.loop_norm else hidden, loop=begun.loop + 1)
+        return replace(begun, hidden=self.norm(hidden) if self.loop_norm else hidden, loop=begun.loop + 1)
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         hidden = state.at(positions)
-        return hidden if self.settings.loop_norm else self.norm(hidden)
+        return hidden if self.loop_norm else self.norm(hidden)
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.embedding.weight)

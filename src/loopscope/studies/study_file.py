@@ -247,7 +247,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     data: str | None = None
     limit: Count | None = None
     shots: Tally | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
     shards: Shards = 1
     gates: Gates | None = None
     guarantees: tuple[RiskTarget, ...] = ()
