@@ -92,7 +92,7 @@ def test_drafts_that_stand_save_steps(cache: CacheMode, monkeypatch: pytest.Monk
         assert same(alone[0], drafted[0])
         assert len({loops for text in alone[0] for loops in text.loops}) > 2
         assert drafted[1]["held"] > 10
-        assert drafted[1]["steps"] < 0.8 * alone[1]["steps"]
+        assert drafted[1]["steps"] < 0.9 * alone[1]["steps"]
 
 
 @pytest.mark.parametrize("cache", ["full", "propagate"])

@@ -90,16 +90,18 @@ class TextRows:
         for counted in (self._cached, self._head_cached):
             counted[row] = np.minimum(counted[row], length)
 
-    def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
-        """Takes what is pending in rows at these loops through them, or through so many from them on."""
+    def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1, upto: Integers | None = None) -> None:
+        """Takes what is pending in rows (of their first `upto` tokens) at these loops through them, or through so many
+        from them on."""
         reached = np.where(loops == 1, self._lengths[rows], self._cached[rows, loops - 1])
+        reached = reached if upto is None else np.minimum(reached, upto)
         pending = reached - self._cached[rows, loops]
         # With one place for all loops, the later part of a row must not see keys of deeper loops.
         in_parts = self._cache == "latest" and pending.max() > _CHUNK
         apart = (self._cached[rows, loops + more] != self._cached[rows, loops] for more in range(1, ahead))
         if ahead > 1 and (in_parts or any(each.any() for each in apart)):
             for more in range(ahead):
-                self._run_loop(rows, loops + more)
+                self._run_loop(rows, loops + more, upto=upto)
             return
         order = np.lexsort((rows, pending, loops))  # neighbours in the cache stand together: they are read in place
         rows, loops = rows[order], loops[order]
@@ -237,8 +239,8 @@ class Decoder(TextRows):
 
     def __init__(self, model: LoopedModel, rows: int, cache: CacheMode) -> None:
         super().__init__(model, rows, cache, cache != "full")
-        most = {"full": MAX_IN_FLIGHT, "propagate": 2, "latest": 1}[cache]  # a key that changes later ties a draft
-        self._most = 1 if model.head_attends else min(most, model.num_loops)
+        drafts = cache != "latest" and not model.head_attends  # else a token is read as its exit leaves it
+        self._most = min(MAX_IN_FLIGHT, model.num_loops) if drafts else 1
         self._oldest: Integers = np.zeros(rows, dtype=np.int64)  # the position of each row's oldest token
         self._ends: Integers = np.zeros(rows, dtype=np.int64)  # tokens that a row may have
         self._loops: Integers = np.zeros(rows * self._most, dtype=np.int64)  # [slots] that the token has been through
@@ -293,7 +295,8 @@ class Decoder(TextRows):
         ahead = self._loops_ahead(active) if len(active) else 0
         begins = not self._loops[active].all()
         if len(active):
-            self._run_loop(active // self._most, self._loops[active] + 1, ahead)
+            self._pass_held()
+            self._run_loop(active // self._most, self._loops[active] + 1, ahead, self._positions[active] + 1)
         run = time.perf_counter()
         self._loops[active] += ahead
         done = []
@@ -321,6 +324,8 @@ class Decoder(TextRows):
         oldest = self._positions[slots] == self._oldest[slots // self._most]
         for place in np.flatnonzero(exits & ~oldest).tolist():
             self._held[int(slots[place])] = _HeldExit(logits[place].clone(), int(likeliest[place]))
+        if self._cache == "propagate":
+            self._propagate(slots[exits & ~oldest])
         found = np.flatnonzero(exits & oldest)
         own, said, slots = reordered(logits, found), likeliest[found], slots[found]
         if held:
@@ -433,17 +438,29 @@ class Decoder(TextRows):
         prompts = rows[prefilling]
         for loop in range(2, self._depth + 1):  # those that the last token of a prompt did not need
             if len(short := prompts[self._cached[prompts, loop] < self._prompts[prompts]]):
-                self._run_loop(short, np.full(len(short), loop))
+                self._run_loop(short, np.full(len(short), loop), upto=self._prompts[short])
         if self._cache == "propagate":
             decoded = rows[~prefilling]
-            loops = self._loops[self._slots(decoded, self._oldest[decoded])]
-            for loop in set(loops.tolist()):
-                exited = decoded[loops == loop]
-                none, ones = np.zeros_like(exited), np.ones_like(exited)
-                last = self._indices(exited, none, self._oldest[exited], ones)
-                self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), last)
+            self._propagate(self._slots(decoded, self._oldest[decoded]))
         for counted in (self._cached, self._head_cached):
             counted[rows] = np.maximum(counted[rows], written[:, None])
+
+    def _propagate(self, slots: Integers) -> None:
+        """Keys and values of the loop after which these exited stand in for those of deeper loops."""
+        rows, positions, loops = self._places(slots)
+        for loop in set(loops.tolist()):
+            own = loops == loop
+            none, ones = np.zeros_like(rows[own]), np.ones_like(rows[own])
+            places = self._indices(rows[own], none, positions[own], ones)
+            self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), places)
+
+    def _pass_held(self) -> None:
+        """Where the tokens before a draft that has exited have been through a loop, what came after it may follow."""
+        if self._cache == "propagate":
+            for slot in sorted(self._held, key=lambda slot: int(self._positions[slot])):
+                row, position, loop = (int(each[0]) for each in self._places(np.array([slot])))
+                deeper = self._cached[row, loop + 1 :]
+                deeper[deeper == position] += 1
 
 
 def _portions(missing: Integers) -> Iterator[Integers]:
