@@ -13,7 +13,9 @@ import torch
 from benchmark_slices import byte_pairs
 from torch import Tensor
 
-from loopscope.engine.draft_spacing import DraftSpacing, Spacing
+from loopscope.engine.decoder import Decoder
+from loopscope.engine.draft_spacing import DraftGain, DraftSpacing, Spacing
+from loopscope.engine.exit_decision import Integers
 from loopscope.models.checkpoint import save_model
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
@@ -153,6 +155,21 @@ def draft_at(spacing: Spacing, monkeypatch: pytest.MonkeyPatch) -> None:
         return self.current
 
     monkeypatch.setattr(DraftSpacing, "choose", choose)
+
+
+def draft_exits(monkeypatch: pytest.MonkeyPatch, drafting: bool = True) -> list[int]:
+    """Tokens with exits draft their successors, or do not, whether that pays here or not; returns the drafts begun."""
+    drafts: list[int] = []
+    draft = Decoder._draft
+
+    def drafted(self: Decoder, slots: Integers) -> None:
+        before = int(self._lengths.sum())
+        draft(self, slots)
+        drafts.append(int(self._lengths.sum()) - before)
+
+    monkeypatch.setattr(DraftGain, "pays", lambda self, rows: drafting)
+    monkeypatch.setattr(Decoder, "_draft", drafted)
+    return drafts
 
 
 class WithCoda(LoopedTransformer):

@@ -2,13 +2,13 @@
 
     python recipes/real_size/generation.py build runs/ouro-254m --size 254      (or 5; --calm 0.05: loops that agree)
     python recipes/real_size/generation.py bench runs/ouro-254m --batch-size 8 --lossless --plain
-    python recipes/real_size/generation.py bench runs/ouro-254m --standing 0.8
+    python recipes/real_size/generation.py bench runs/ouro-254m --lossless --standing 0.8
     python recipes/real_size/generation.py profile runs/ouro-254m --loops 2 --context 128 1024 4096
     python recipes/real_size/generation.py tokens runs/ouro-254m
 
 `bench` is `loopscope bench generation` on random tokens, with the margin whose tokens take --loops on average, and
-prints its JSON. With `--standing 0.8` it is lossless text alone, whose drafts stand in 8 of 10: what loop 1 says is
-replaced by what full depth will say, or by something else. `profile` says for every context which share of a token's
+prints its JSON. With `--standing 0.8` drafts stand in 8 of 10: what early loops say is replaced by what is said in the
+end, or by something else. `profile` says for every context which share of a token's
 time matrix products, attention, copies and the rest take, and Python between them. `tokens` says what a loop and the
 head take for 1 to 32 tokens together, with packed weights, with our layers of plain ones and with PyTorch's. All take
 any checkpoint that LoopScope reads.
@@ -35,7 +35,8 @@ from torch.profiler import ProfilerActivity, profile
 import loopscope as ls
 from loopscope.bench.text_timing import bench_generation, ways_of
 from loopscope.config import write_json
-from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.decoder import CACHE_MODES, Decoder
+from loopscope.engine.generation import Prompt, _ExitingTexts, generate, stream
 from loopscope.engine.wavefront import Wavefront
 from loopscope.models.checkpoint import read_config, save_model
 from loopscope.models.linear import Linear
@@ -109,33 +110,52 @@ def margin_for(model: LoopedModel, loops: float) -> ls.ExitPolicy:
 
 @contextmanager
 def standing(model: LoopedModel, prompts: list[Prompt], share: float) -> Iterator[None]:
-    """Lossless text whose drafts stand in this share: early loops say what full depth will say, or something else.
+    """Text whose drafts stand in this share: loops before the last, or before the exit, say what will be said there,
+    or something else.
 
     They are run and read all the same.
     """
     free = [replace(prompt, forced=None) for prompt in prompts]
     written = generate(model, free, max_new_tokens=len(prompts[0].forced), batch_size=len(prompts))
-    whole = [np.concatenate((prompt.tokens, text.tokens)) for prompt, text in zip(free, written, strict=True)]
-    stands = np.random.default_rng(2).random((len(whole), len(whole[0]))) < share
-    unforced = Wavefront._next_tokens
+    said = [np.concatenate((prompt.tokens, text.tokens)) for prompt, text in zip(free, written, strict=True)]
+    forced = [np.concatenate((prompt.tokens, prompt.forced)) for prompt in prompts]
+    stands = np.random.default_rng(2).random((len(said), len(said[0]))) < share
+    numbers: dict[tuple[int, int], int] = {}  # of the prompt in each row of some texts
+    unforced, proposed, begin = Wavefront._next_tokens, Decoder._proposed, _ExitingTexts.begin
+
+    def early(texts: list[Any], number: int, position: int, otherwise: int) -> int:
+        if position + 1 >= len(texts[number]):
+            return otherwise
+        return int(texts[number][position + 1] + (not stands[number, position])) % model.vocab_size
 
     def next_tokens(self: Wavefront, reads: Any, *given: Any) -> list[int]:
         tokens = unforced(self, reads, *given)
         for place, (row, position, loop) in enumerate(zip(*(each.tolist() for each in reads), strict=True)):
-            number = self._flights[row].number
-            if loop < model.num_loops and position + 1 < len(whole[number]):
-                wrong = not stands[number, position]
-                tokens[place] = int(whole[number][position + 1] + wrong) % model.vocab_size
+            if loop < model.num_loops:
+                tokens[place] = early(said, self._flights[row].number, position, tokens[place])
         return tokens
 
-    with patch.object(Wavefront, "_next_tokens", next_tokens):
+    def begun(self: _ExitingTexts, row: int, *given: Any) -> None:
+        numbers[id(self), row] = given[-1]
+        begin(self, row, *given)
+
+    def next_proposed(self: Decoder, slots: Any, likeliest: Any) -> Any:
+        rows, positions, _ = (each.tolist() for each in self._places(slots))
+        given = proposed(self, slots, likeliest).tolist()
+        asked = zip(rows, positions, given, strict=True)
+        return np.array([early(forced, numbers[id(self), row], *each) for row, *each in asked], dtype=np.int64)
+
+    with (
+        patch.object(Wavefront, "_next_tokens", next_tokens),
+        patch.object(Decoder, "_proposed", next_proposed),
+        patch.object(_ExitingTexts, "begin", begun),
+    ):
         yield
 
 
 def measure(model: LoopedModel, name: str, options: argparse.Namespace) -> Any:
-    policies = [margin_for(model, options.loops), ls.ExitPolicy("fixed", round(options.loops))]
-    ways = [] if options.standing else ways_of(policies, ["full", "propagate"], False)
-    if options.lossless or options.standing:
+    ways = ways_of([margin_for(model, options.loops)], options.caches, False)
+    if options.lossless:
         ways += ways_of([ls.ExitPolicy("fixed", 1)], [], True)
     prompts = texts(model, options.prompts or options.batch_size, options.length, options.new)
     forced = nullcontext() if options.standing is None else standing(model, prompts, options.standing)
@@ -213,8 +233,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24, help="tokens after it")
     parser.add_argument("--context", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096], help="(profile)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--caches", nargs="*", choices=CACHE_MODES, default=["full", "propagate"], help="(bench)")
     parser.add_argument("--lossless", action="store_true", help="and lossless text, drafted at loop 1 (bench)")
-    parser.add_argument("--standing", type=float, help="share of drafts that stand in lossless text (bench)")
+    parser.add_argument("--standing", type=float, help="share of drafts that stand (bench)")
     parser.add_argument("--plain", action="store_true", help="and the plain way at full depth (bench)")
     options = parser.parse_args()
     if options.what == "build":

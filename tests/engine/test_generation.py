@@ -9,7 +9,7 @@ import torch
 from conftest import GOLDEN
 from plain_decoding import PlainDecoder
 from safetensors.torch import load_file
-from tiny_language import MODELS, VOCABULARY
+from tiny_language import MODELS, VOCABULARY, draft_exits
 
 import loopscope as ls
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
@@ -72,6 +72,7 @@ def test_every_cache_is_what_it_is_meant_to_be(
     """In a batch with others, and by itself; against a decoder that keeps everything in dictionaries."""
     model = MODELS[name]()
     together = generate(model, prompts(), policy, max_new_tokens=5, cache=cache, batch_size=3)
+    draft_exits(monkeypatch)
     assert same(together, generate(model, prompts(), policy, max_new_tokens=5, cache=cache, batch_size=1))
     if policy.readout != "fixed":
         assert len({loop for text in together for loop in text.loops}) > 1
@@ -105,8 +106,11 @@ def said(model: LoopedModel, prompt: Prompt, tokens: Sequence[int]) -> ls.Trajec
     list(zip(MODELS, [*POLICIES[:2], POLICIES[3], *POLICIES[:2], POLICIES[3], None], strict=True)),
     ids=str,
 )
-def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy: ls.ExitPolicy | None) -> None:
+def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(
+    name: str, policy: ls.ExitPolicy | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS[name]()
+    draft_exits(monkeypatch)
     replayed = policy or ls.ExitPolicy("fixed", model.num_loops)
     for prompt, text in zip(prompts(2), generate(model, prompts(2), policy, max_new_tokens=40), strict=True):
         recorded = said(model, prompt, text.tokens)

@@ -16,6 +16,7 @@ Lossless text stands on the same rows (`engine/wavefront.py`).
 Shapes: R rows of the cache, B of a step, T loops, D width, V vocabulary.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.engine.draft_spacing import DraftGain
 from loopscope.engine.exit_decision import DecisionRows, ExitDecision, Integers, exits_and_answers
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
@@ -36,6 +38,8 @@ from loopscope.scope import CacheMode
 CACHE_MODES: tuple[CacheMode, ...] = ("full", "propagate", "latest")
 _CHUNK = 1024
 """Tokens that go through a loop together at most, unless there are more rows: long prompts take no more memory."""
+MAX_IN_FLIGHT = 4
+"""Tokens of a row at most: one whose exit is due, and drafts."""
 NO_ROWS: Integers = np.empty(0, dtype=np.int64)
 
 
@@ -86,16 +90,18 @@ class TextRows:
         for counted in (self._cached, self._head_cached):
             counted[row] = np.minimum(counted[row], length)
 
-    def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
-        """Takes what is pending in rows at these loops through them, or through so many from them on."""
+    def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1, upto: Integers | None = None) -> None:
+        """Takes what is pending in rows (of their first `upto` tokens) at these loops through them, or through so many
+        from them on."""
         reached = np.where(loops == 1, self._lengths[rows], self._cached[rows, loops - 1])
+        reached = reached if upto is None else np.minimum(reached, upto)
         pending = reached - self._cached[rows, loops]
         # With one place for all loops, the later part of a row must not see keys of deeper loops.
         in_parts = self._cache == "latest" and pending.max() > _CHUNK
         apart = (self._cached[rows, loops + more] != self._cached[rows, loops] for more in range(1, ahead))
         if ahead > 1 and (in_parts or any(each.any() for each in apart)):
             for more in range(ahead):
-                self._run_loop(rows, loops + more)
+                self._run_loop(rows, loops + more, upto=upto)
             return
         order = np.lexsort((rows, pending, loops))  # neighbours in the cache stand together: they are read in place
         rows, loops = rows[order], loops[order]
@@ -217,38 +223,81 @@ class Exits(NamedTuple):
     likeliest: Integers  # [n] token by these
 
 
+class _HeldExit(NamedTuple):
+    """The exit of a draft, which counts when the draft stands."""
+
+    logits: Tensor  # [V]
+    likeliest: int
+
+
 class Decoder(TextRows):
-    """The rows that are being continued; who they are is the caller's business."""
+    """The rows that are being continued; who they are is the caller's business.
+
+    A row has an oldest token, whose exit is due, and drafts after it. A token in flight has a slot, by its row and its
+    position, under which its policy follows it.
+    """
 
     def __init__(self, model: LoopedModel, rows: int, cache: CacheMode) -> None:
         super().__init__(model, rows, cache, cache != "full")
-        self._loops: Integers = np.zeros(rows, dtype=np.int64)  # that the last token has been through
+        drafts = cache != "latest" and not model.head_attends  # else a token is read as its exit leaves it
+        self._most = min(MAX_IN_FLIGHT, model.num_loops) if drafts else 1
+        self._oldest: Integers = np.zeros(rows, dtype=np.int64)  # the position of each row's oldest token
+        self._ends: Integers = np.zeros(rows, dtype=np.int64)  # tokens that a row may have
+        self._loops: Integers = np.zeros(rows * self._most, dtype=np.int64)  # [slots] that the token has been through
+        self._positions: Integers = np.zeros_like(self._loops)  # [slots]
+        self._next: Integers = np.full_like(self._loops, -1)  # [slots] the token that it said last
+        self._since: Integers = np.zeros_like(self._loops)  # [slots] the loop from which on it said that
+        self._held: dict[int, _HeldExit] = {}  # by slot
+        self._running: set[int] = set()  # rows
         self._groups: list[ExitDecision] = []  # one a policy
         self._group_of: NDArray[np.object_] = np.full(rows, None, dtype=object)
+        self._gain = DraftGain(model)
 
     def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, budget: int = 0) -> None:
         """A row begins with its prompt, which runs with the next steps; so many tokens may come after it."""
         self._start_row(row, prompt, budget)
+        self._oldest[row], self._ends[row] = len(prompt) - 1, len(prompt) + budget
         self._group_of[row] = self._group(policy, row)
+        self._running.add(row)
         self._begin(np.array([row]))
 
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Rows whose token has exited go on with these tokens."""
-        index = np.asarray(rows, dtype=np.int64)
+        """Rows whose token has exited go on with these tokens: with a draft, where that is it."""
+        index, said = np.asarray(rows, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
         self._backfill(index)
-        self._add_tokens(index, tokens)
-        self._begin(index)
+        slots = self._slots(index, self._oldest[index])
+        self._gain.count(
+            np.where(self._next[slots] == said, self._since[slots], self._loops[slots]), self._loops[slots]
+        )
+        self._oldest[index] += 1
+        stands = self._said_next(index, self._oldest[index]) == said
+        self._cut(index[~stands], self._oldest[index[~stands]])
+        if not stands.all():
+            self._add_tokens(index[~stands], said[~stands].tolist())
+            self._begin(index[~stands])
+        held = [slot for slot in self._slots(index[stands], self._oldest[index[stands]]).tolist() if slot in self._held]
+        self._draft(np.array(held, dtype=np.int64))
+
+    def finish(self, row: int) -> None:
+        """A row is finished, and its drafts with it."""
+        self._running.remove(row)
+        self._cut(np.array([row]), np.zeros(1, dtype=np.int64))
 
     @torch.inference_mode()
     def step(self) -> Exits:
-        """One loop of every active row, and the rows whose token exits: they are not active until they go on.
+        """One loop of every token in flight, and the rows whose oldest exits: it waits until they go on.
 
         Where all are at the same loop, those after it before which none exits run at once.
         """
-        active = np.concatenate([group.rows for group in self._groups])
-        ahead = self._loops_ahead(active)
-        self._run_loop(active, self._loops[active] + 1, ahead)
+        start, before = time.perf_counter(), self.token_loops
+        active = np.concatenate([NO_ROWS, *(group.rows for group in self._groups)])
+        ahead = self._loops_ahead(active) if len(active) else 0
+        begins = not self._loops[active].all()
+        if len(active):
+            self._pass_held()
+            self._run_loop(active // self._most, self._loops[active] + 1, ahead, self._positions[active] + 1)
+        run = time.perf_counter()
         self._loops[active] += ahead
         done = []
         for group in self._groups:
@@ -256,26 +305,99 @@ class Decoder(TextRows):
             if not group.reads_logits:
                 done.append(group.keep(~self._ask(group)))
         readers = [group for group in self._groups if group.reads_logits]
-        rows = np.concatenate([*(group.rows for group in readers), *done])
+        slots = np.concatenate([NO_ROWS, *(group.rows for group in readers), *done])
         # one call of the head for all: it is bound by reading its weights
-        logits = self._logits(rows, self._lengths[rows] - 1, self._loops[rows])
-        exits, likeliest = self._exits(readers, rows, logits)
-        found = np.flatnonzero(exits)
-        rows, logits = rows[found], reordered(logits, found)
-        return Exits(rows, self._loops[rows], logits, likeliest[found])
+        logits = self._logits(*self._places(slots))
+        exits, likeliest = self._exits(readers, slots, logits)
+        out = self._due_exits(slots, exits, logits, likeliest)
+        if self._most > 1:
+            self._follow(slots, self._proposed(slots, likeliest), exits)
+        if ahead and self._device.type == "cpu":
+            tokens = (self.token_loops - before) // ahead
+            self._gain.see(ahead, tokens, begins, len(slots), (start, run, time.perf_counter()))
+        return out
 
-    def _exits(self, readers: list[ExitDecision], rows: Integers, logits: Tensor) -> tuple[NDArray[np.bool_], Integers]:
-        """[n] which of the rows exit, of which those of `readers` come first, and the likeliest token of all."""
+    def _due_exits(self, slots: Integers, exits: NDArray[np.bool_], logits: Tensor, likeliest: Integers) -> Exits:
+        """The exits of rows' oldest tokens: those of now, and those that were held. Others are held from now on."""
+        due = [slot for slot in self._held if self._positions[slot] == self._oldest[slot // self._most]]
+        held = [self._held.pop(slot) for slot in due]
+        oldest = self._positions[slots] == self._oldest[slots // self._most]
+        for place in np.flatnonzero(exits & ~oldest).tolist():
+            self._held[int(slots[place])] = _HeldExit(logits[place].clone(), int(likeliest[place]))
+        if self._cache == "propagate":
+            self._propagate(slots[exits & ~oldest])
+        found = np.flatnonzero(exits & oldest)
+        own, said, slots = reordered(logits, found), likeliest[found], slots[found]
+        if held:
+            own = torch.cat((own, torch.stack([each.logits for each in held])))
+            said, slots = np.append(said, [each.likeliest for each in held]), np.append(slots, due)
+        return Exits(slots // self._most, self._loops[slots], own, said)
+
+    def _exits(
+        self, readers: list[ExitDecision], slots: Integers, logits: Tensor
+    ) -> tuple[NDArray[np.bool_], Integers]:
+        """[n] which of the slots exit, of which those of `readers` come first, and the likeliest token of all."""
         reading, first = [], 0
         for group in readers:
-            loops, part = self._loops[group.rows], slice(first, first + len(group.rows))
-            pooled = partial(self._pooled, group.rows, self._lengths[group.rows] - 1, loops)
-            reading.append(DecisionRows(group, loops, logits[part], pooled))
+            part = slice(first, first + len(group.rows))
+            pooled = partial(self._pooled, *self._places(group.rows))
+            reading.append(DecisionRows(group, self._loops[group.rows], logits[part], pooled))
             first = part.stop
         decided, likeliest = exits_and_answers(reading, logits)
         for group, exits in zip(readers, decided, strict=True):
             group.keep(~exits)
-        return np.concatenate((*decided, np.ones(len(rows) - first, dtype=bool))), likeliest
+        return np.concatenate((*decided, np.ones(len(slots) - first, dtype=bool))), likeliest
+
+    def _proposed(self, slots: Integers, likeliest: Integers) -> Integers:
+        """[n] what these say the next token is."""
+        return likeliest
+
+    def _follow(self, slots: Integers, proposed: Integers, exits: NDArray[np.bool_]) -> None:
+        """What tokens that were read now say comes next: drafts stay, or make room for others."""
+        changed = self._next[slots] != proposed
+        self._next[slots[changed]] = proposed[changed]
+        self._since[slots[changed]] = self._loops[slots[changed]]
+        rows, positions = slots // self._most, self._positions[slots]
+        others = ~(exits & (positions == self._oldest[rows])) & (self._said_next(rows, positions + 1) != proposed)
+        if others.any():
+            slots = slots[others][np.argsort(positions[others], kind="stable")]  # what an older one says comes first
+            slots = slots[np.unique(slots // self._most, return_index=True)[1]]
+            self._cut(slots // self._most, self._positions[slots] + 1)
+            self._draft(slots)
+
+    def _draft(self, slots: Integers) -> None:
+        """Begins what the newest tokens of rows say comes next, where that pays and there is room."""
+        rows, positions = slots // self._most, self._positions[slots] + 1
+        room = (positions < self._ends[rows]) & (positions - self._oldest[rows] < self._most) & (self._next[slots] >= 0)
+        room &= positions == self._lengths[rows]
+        if room.any() and self._gain.pays(len(self._running)):
+            self._add_tokens(rows[room], self._next[slots[room]].tolist())
+            self._begin(rows[room])
+
+    def _cut(self, rows: Integers, lengths: Integers) -> None:
+        """Drafts of rows from these positions on were never said."""
+        longer = self._lengths[rows] > lengths
+        if not longer.any():
+            return
+        for row, length in zip(rows[longer].tolist(), lengths[longer].tolist(), strict=True):
+            self._take_back(row, length)
+        for group in self._groups:
+            group.keep(self._positions[group.rows] < self._lengths[group.rows // self._most])
+        for slot in [*self._held]:
+            if self._positions[slot] >= self._lengths[slot // self._most]:
+                del self._held[slot]
+
+    def _said_next(self, rows: Integers, positions: Integers) -> Integers:
+        """[n] the tokens of rows at these positions; -1: there is none."""
+        there = positions < self._lengths[rows]
+        return np.where(there, self._tokens[rows, np.where(there, positions, 0)], -1)
+
+    def _slots(self, rows: Integers, positions: Integers) -> Integers:
+        return rows * self._most + positions % self._most
+
+    def _places(self, slots: Integers) -> tuple[Integers, Integers, Integers]:
+        """Rows, positions and loops."""
+        return slots // self._most, self._positions[slots], self._loops[slots]
 
     def _loops_ahead(self, active: Integers) -> int:
         """How many loops run before anybody is asked."""
@@ -287,8 +409,7 @@ class Decoder(TextRows):
 
     def _ask(self, group: ExitDecision) -> NDArray[np.bool_]:
         """[n] who of a group that reads no logits exits now."""
-        rows, loops = group.rows, self._loops[group.rows]
-        return group.exits(loops, None, partial(self._pooled, rows, self._lengths[rows] - 1, loops))
+        return group.exits(self._loops[group.rows], None, partial(self._pooled, *self._places(group.rows)))
 
     def _group(self, policy: ExitPolicy, row: int) -> ExitDecision:
         """What decides about this row, with others under its policy."""
@@ -303,27 +424,43 @@ class Decoder(TextRows):
 
     def _begin(self, rows: Integers) -> None:
         """The last tokens of rows are active."""
-        self._loops[rows] = 0
+        slots = self._slots(rows, self._lengths[rows] - 1)
+        self._loops[slots], self._next[slots], self._positions[slots] = 0, -1, self._lengths[rows] - 1
         for group in self._groups:
-            group.admit(rows[self._group_of[rows] == group])
+            group.admit(slots[self._group_of[rows] == group])
 
     def _backfill(self, rows: Integers) -> None:
-        """What the last tokens of rows, which have exited, leave to those after them."""
+        """What the oldest tokens of rows, which have exited, leave to those after them."""
         if self._cache == "full":
             return
-        prefilling = self._lengths[rows] == self._prompts[rows]
+        written = self._oldest[rows] + 1
+        prefilling = written == self._prompts[rows]
         prompts = rows[prefilling]
         for loop in range(2, self._depth + 1):  # those that the last token of a prompt did not need
-            if len(short := prompts[self._cached[prompts, loop] < self._lengths[prompts]]):
-                self._run_loop(short, np.full(len(short), loop))
+            if len(short := prompts[self._cached[prompts, loop] < self._prompts[prompts]]):
+                self._run_loop(short, np.full(len(short), loop), upto=self._prompts[short])
         if self._cache == "propagate":
             decoded = rows[~prefilling]
-            for loop in set(self._loops[decoded].tolist()):
-                exited = decoded[self._loops[decoded] == loop]
-                none, ones = np.zeros_like(exited), np.ones_like(exited)
-                last = self._indices(exited, none, self._lengths[exited] - 1, ones)
-                self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), last)
-        self._cached[rows] = self._head_cached[rows] = self._lengths[rows, None]
+            self._propagate(self._slots(decoded, self._oldest[decoded]))
+        for counted in (self._cached, self._head_cached):
+            counted[rows] = np.maximum(counted[rows], written[:, None])
+
+    def _propagate(self, slots: Integers) -> None:
+        """Keys and values of the loop after which these exited stand in for those of deeper loops."""
+        rows, positions, loops = self._places(slots)
+        for loop in set(loops.tolist()):
+            own = loops == loop
+            none, ones = np.zeros_like(rows[own]), np.ones_like(rows[own])
+            places = self._indices(rows[own], none, positions[own], ones)
+            self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), places)
+
+    def _pass_held(self) -> None:
+        """Where the tokens before a draft that has exited have been through a loop, what came after it may follow."""
+        if self._cache == "propagate":
+            for slot in sorted(self._held, key=lambda slot: int(self._positions[slot])):
+                row, position, loop = (int(each[0]) for each in self._places(np.array([slot])))
+                deeper = self._cached[row, loop + 1 :]
+                deeper[deeper == position] += 1
 
 
 def _portions(missing: Integers) -> Iterator[Integers]:

@@ -16,9 +16,14 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loopscope.models.looped_model import LoopedModel
 
 _Key = TypeVar("_Key")
+MAX_MEASURED = 64
+"""Tokens of a step whose time is worth knowing: with more, a prompt is among them."""
 MIN_GAIN = 1.03
 """By how much drafting must be faster than full depth by estimate, before anything is drafted."""
 _STANDING = 0.85
@@ -157,6 +162,39 @@ class DraftSpacing:
         self._since += 1
         drafts = self.current != self.full_depth
         self._idle, self._kept = (0, self._kept + 1) if drafts else (self._idle + 1, 0)
+
+
+class DraftGain:
+    """Of texts with exits: whether a token drafts its successor after each loop, before it has exited.
+
+    Its signal was computed of logits, so that they cost nothing more. A right draft that began after loop b of a token
+    saves the loops from there to its exit: a row takes b steps for a token.
+    """
+
+    def __init__(self, model: LoopedModel) -> None:
+        self._seconds = _seen.setdefault(model, StepSeconds(model))
+        self._counts = _BeginCounts(Spacing(1), model.num_loops)
+        self._loops = (1 + model.num_loops) / 2
+
+    def count(self, begun: NDArray[np.int64], loops: NDArray[np.int64]) -> None:
+        """[n] tokens exited after these loops, and said what came next from the loops `begun` on."""
+        for own_begun, own_loops in zip(begun.tolist(), loops.tolist(), strict=True):
+            self._counts.add(own_begun, 1)
+            self._loops += (1 - _MEMORY) * (own_loops - self._loops)
+
+    def pays(self, rows: int) -> bool:
+        """By estimate, where so many tokens run without drafts."""
+        begun, wasted = self._counts.averages
+        in_flight = rows * (self._loops + wasted) / begun
+        drafting = begun * self._seconds.estimate(1, in_flight, in_flight)
+        return drafting * MIN_GAIN < self._loops * self._seconds.estimate(1, rows, rows)
+
+    def see(self, loops: int, tokens: int, begins: bool, read: int, times: tuple[float, float, float]) -> None:
+        """What a step took: its beginning, when its loops were run, and its end."""
+        start, run, end = times
+        if tokens <= MAX_MEASURED:
+            self._seconds.see_loops(loops, tokens, begins, run - start)
+            self._seconds.see_rest(read, end - run)
 
 
 class _BeginCounts:

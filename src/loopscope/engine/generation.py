@@ -308,7 +308,7 @@ class _ExitingTexts(Decoder):
         self._sampling = sampling
         self._draws: dict[int, np.random.Generator] = {}
         self._forced: dict[int, Iterator[int]] = {}
-        self._next: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
+        self._exited: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
 
     def begin(self, row: int, tokens: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
         """A row begins with a prompt; `number` is that of its random numbers."""
@@ -321,14 +321,15 @@ class _ExitingTexts(Decoder):
         self._forced[row] = iter(tokens.tolist())
 
     def end(self, row: int) -> int:
-        """A row is finished, and has left no drafts."""
-        del self._next[row]
+        """A row is finished; of its drafts none was given."""
+        del self._exited[row]
+        self.finish(row)
         return 0
 
     def advance(self) -> list[ConfirmedToken]:
         """One loop of every row, after those that have said something go on; the tokens that exit."""
-        if self._next:
-            self.append([*self._next], [*self._next.values()])
+        if self._exited:
+            self.append([*self._exited], [*self._exited.values()])
         exits = self.step()
         if len(exits.rows):
             require_vocabulary(self._model, exits.logits)
@@ -337,9 +338,9 @@ class _ExitingTexts(Decoder):
             tokens = check_answers(exits.likeliest).tolist()
         else:
             tokens = draw_tokens(logits, [self._draws[row] for row in rows], self._sampling)
-        self._next = {row: next(self._forced[row], token) for row, token in zip(rows, tokens, strict=True)}
+        self._exited = {row: next(self._forced[row], token) for row, token in zip(rows, tokens, strict=True)}
         return [
-            ConfirmedToken(row, self._next[row], loops, own_logits, False, 0)
+            ConfirmedToken(row, self._exited[row], loops, own_logits, False, 0)
             for row, loops, own_logits in zip(rows, exits.loops.tolist(), logits, strict=True)
         ]
 

@@ -32,15 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.engine.decoder import NO_ROWS, TextRows, reordered
-from loopscope.engine.draft_spacing import DraftSpacing, Spacing
+from loopscope.engine.draft_spacing import MAX_MEASURED, DraftSpacing, Spacing
 from loopscope.engine.exit_decision import DecisionRows, ExitDecision, Integers, check_answers, exits_and_answers
 from loopscope.engine.requests import require_vocabulary
 from loopscope.engine.sampling import Sampling, race, race_times
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
-
-_MOST_MEASURED = 64
-"""Tokens of a step whose time is worth knowing: with more, a prompt is among them."""
 
 
 class ConfirmedToken(NamedTuple):
@@ -131,7 +128,7 @@ class Wavefront(TextRows):
         reads, logits, likeliest = self._read(reached, spacing)
         tokens_after = self._next_tokens(reads, logits, likeliest) if len(reads.rows) else []
         confirmed = self._settle(reads, tokens_after, logits)
-        if tokens <= _MOST_MEASURED:
+        if tokens <= MAX_MEASURED:
             self._measure(ahead, tokens, bool((loops == 0).any()), len(reads.rows), (start, run, time.perf_counter()))
         return confirmed
 
