@@ -126,7 +126,7 @@ def test_exits_take_less_time_than_a_compiled_engine_at_full_depth(tmp_path: Pat
                     f"batch {batch}, {name}: {loops[name]:.2f} loops per token; whole {spread(whole[name])}, "
                     f"{shares[0]:.2f} of the ideal; writing {spread(writing[name])}, {shares[1]:.2f} of the ideal"
                 )
-                assert name not in ("one", "two") or shares[0] > 0.4
             for how, ratios in beside.items():
                 print(f"batch {batch}, LoopScope {how}: {spread(ratios)} of vLLM {how}")
+            assert median(whole["one"]) > median(whole["full"])
             assert [round(loops[name], 6) for name in ("one", "two", "three", "full")] == [1, 2, 3, 4]
