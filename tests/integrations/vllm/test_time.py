@@ -30,14 +30,13 @@ _SIZES = {
     "large": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
 }
 _LOOPS = 4
-_ROUNDS, _PROMPT, _NEW = 5, 32, 64
+_ROUNDS, _PROMPT, _NEW = 5, 32, 48
 _STOP_AT_A_LOOP = 0.35
 """What the gate says at every loop; of the loops up to one it is 0.35, 0.58, 0.73."""
 _POLICIES = {
     "one": ls.ExitPolicy("gate", 0.3),
     "two": ls.ExitPolicy("gate", 0.5),
     "three": ls.ExitPolicy("gate", 0.7),
-    "mixed": ls.ExitPolicy("margin", 0.4),
 }
 
 
