@@ -47,8 +47,8 @@ def test_a_policy_that_was_saved_with_the_model(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
     (folder / "exit_policy").mkdir()
 
-    def served(loopscope: dict[str, Any], cache: str | None, **named: Any) -> Deployment:
-        policy = ls.ExitPolicy("gate", 0.5, scope=Scope(unit="tokens", cache=cache))
+    def served(loopscope: dict[str, Any], policy_cache: str | None, **named: Any) -> Deployment:
+        policy = ls.ExitPolicy("gate", 0.5, scope=Scope(unit="tokens", cache=policy_cache))
         policy.save(folder / "exit_policy" / "policy.json")
         exits = {"policy": "exit_policy/policy.json", **named}
         (folder / "generation_config.json").write_text(json.dumps(exits))
