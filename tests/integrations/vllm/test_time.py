@@ -1,15 +1,17 @@
 """How much of the loops that exits save is saved in time, against vLLM's compiled engine at full depth?
 
-Prompts take all loops, so the time is compared whole, and from the last prompt's first token on. LoopScope's own engine
-runs beside it, under the policy "two" and at full depth.
+Prompts take all loops, so the time that they take alone is subtracted for "writing". Other work on the machine moves
+the seconds on the clock, so the worker's CPU time is compared beside them. Engines and depths take turns, and ratios
+are taken within a round. LoopScope's own engine runs beside them, under the policy "two" and at full depth.
 
 `VLLM_SIZE=large make test-vllm` measures a model of 34 million parameters instead of 5, and `VLLM_BATCH=8` one batch
-instead of two. Other work on the machine moves the figures; the engines and depths take turns, and the ratios of a
-round are compared, not its times.
+instead of two.
 """
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,14 +32,10 @@ _SIZES = {
     "large": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 10, "num_attention_heads": 8},
 }
 _LOOPS = 4
-_ROUNDS, _PROMPT, _NEW = 5, 32, 48
+_ROUNDS, _PROMPT, _NEW = 5, 32, 32
 _STOP_AT_A_LOOP = 0.35
 """What the gate says at every loop; of the loops up to one it is 0.35, 0.58, 0.73."""
-_POLICIES = {
-    "one": ls.ExitPolicy("gate", 0.3),
-    "two": ls.ExitPolicy("gate", 0.5),
-    "three": ls.ExitPolicy("gate", 0.7),
-}
+_POLICIES = {"one": ls.ExitPolicy("gate", 0.3), "two": ls.ExitPolicy("gate", 0.5), "three": ls.ExitPolicy("gate", 0.7)}
 
 
 def write_model(folder: Path, size: str) -> int:
@@ -55,24 +53,44 @@ def write_model(folder: Path, size: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-class Answered(NamedTuple):
-    whole: float  # seconds that answers take
-    writing: float  # of these, the seconds after the last prompt's first token
-    loops: list[int]  # of every token, if a depth was asked for
+class Taken(NamedTuple):
+    clock: float  # seconds
+    work: float  # of the worker's CPU time
+
+    def without(self, other: "Taken") -> "Taken":
+        return Taken(self.clock - other.clock, self.work - other.work)
 
 
-def answered(llm: Any, prompts: list[list[int]], depth: str | None = None) -> Answered:
-    from vllm import SamplingParams
+class Engine(NamedTuple):
+    llm: Any
+    worker: Any  # its process
 
-    arguments = None if depth is None else {"loopscope_depth": depth}
-    sampling = SamplingParams(temperature=0, max_tokens=_NEW, ignore_eos=True, detokenize=False, extra_args=arguments)
-    began = time.perf_counter()
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    whole = time.perf_counter() - began
-    stats = [answer.metrics for answer in answers]
-    writing = max(each.last_token_ts for each in stats) - max(each.first_token_ts for each in stats)
-    loops = [loops for answer in answers if depth for loops in answer.kv_transfer_params["loopscope"]["loops"]]
-    return Answered(whole, writing, loops)
+    def answer(self, prompts: list[list[int]], depth: str | None = None, new: int = _NEW) -> tuple[Taken, list[int]]:
+        """What answers take, and the loops of their tokens if a depth is asked for."""
+        from vllm import SamplingParams
+
+        arguments = None if depth is None else {"loopscope_depth": depth}
+        options = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        sampling = SamplingParams(extra_args=arguments, **options)
+        began, worked = time.perf_counter(), self._worked()
+        answers = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        taken = Taken(time.perf_counter() - began, self._worked() - worked)
+        return taken, [loops for each in answers if depth for loops in each.kv_transfer_params["loopscope"]["loops"]]
+
+    def _worked(self) -> float:
+        times = self.worker.cpu_times()
+        return times.user + times.system
+
+
+@contextmanager
+def started(folder: Path, told: dict[str, Any] | None = None) -> Iterator[Engine]:
+    """A compiled engine, and the one of its processes that runs the model."""
+    import psutil
+
+    before = psutil.Process().children(recursive=True)
+    with engine(folder, told, enforce_eager=False, max_num_seqs=8) as llm:
+        own = [process for process in psutil.Process().children(recursive=True) if process not in before]
+        yield Engine(llm, max(own, key=lambda process: process.cpu_times().user))
 
 
 def written_here(model: Any, prompts: list[list[int]], depth: str) -> float:
@@ -98,9 +116,8 @@ def test_exits_take_less_time_than_a_compiled_engine_at_full_depth(tmp_path: Pat
     told = {"policies": {name: str(tmp_path / f"{name}.json") for name in _POLICIES}}
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 2000, _PROMPT).tolist() for _ in range(8)]
-    options = {"enforce_eager": False, "max_num_seqs": 8, "disable_log_stats": False}
     own = ls.load_model(tmp_path / "model")
-    with engine(tmp_path / "model", **options) as full, engine(tmp_path / "model", told, **options) as adaptive:
+    with started(tmp_path / "model") as full, started(tmp_path / "model", told) as adaptive:
         print(f"\n{parameters / 1e6:.1f} million parameters, {_LOOPS} loops, {_ROUNDS} rounds: times as fast")
         for batch in batches:
             names = ("full", *_POLICIES)
@@ -108,24 +125,29 @@ def test_exits_take_less_time_than_a_compiled_engine_at_full_depth(tmp_path: Pat
             beside: dict[str, list[float]] = {"at full depth": [], 'under "two"': []}
             loops: dict[str, float] = {}
             for number in range(_ROUNDS + 1):
-                base = answered(full, prompts[:batch])
-                found = {name: answered(adaptive, prompts[:batch], name) for name in names}
+                (base, _), (base_prompts, _) = (full.answer(prompts[:batch], new=new) for new in (_NEW, 1))
+                own_prompts, _ = adaptive.answer(prompts[:batch], "full", new=1)
+                found = {name: adaptive.answer(prompts[:batch], name) for name in names}
                 own_full, own_two = (written_here(own, prompts[:batch], name) for name in ("full", "two"))
                 if not number:  # the first round warms up
-                    loops = {name: float(np.mean(each.loops)) for name, each in found.items()}
+                    loops = {name: float(np.mean(taken)) for name, (_, taken) in found.items()}
                     continue
-                for name, each in found.items():
-                    whole[name].append(base.whole / each.whole)
-                    writing[name].append(base.writing / each.writing)
-                beside["at full depth"].append(base.whole / own_full)
-                beside['under "two"'].append(found["two"].whole / own_two)
+                for name, (taken, _) in found.items():
+                    whole[name].append(ratios(base, taken))
+                    writing[name].append(ratios(base.without(base_prompts), taken.without(own_prompts)))
+                beside["at full depth"].append(base.clock / own_full)
+                beside['under "two"'].append(found["two"][0].clock / own_two)
             for name in names:
-                shares = [median(ratios[name]) * loops[name] / _LOOPS for ratios in (whole, writing)]
-                print(
-                    f"batch {batch}, {name}: {loops[name]:.2f} loops per token; whole {spread(whole[name])}, "
-                    f"{shares[0]:.2f} of the ideal; writing {spread(writing[name])}, {shares[1]:.2f} of the ideal"
-                )
-            for how, ratios in beside.items():
-                print(f"batch {batch}, LoopScope {how}: {spread(ratios)} of vLLM {how}")
-            assert median(whole["one"]) > median(whole["full"])
+                print(f"batch {batch}, {name}: {loops[name]:.2f} loops per token")
+                for what, taken in (("whole", whole[name]), ("writing", writing[name])):
+                    for measure, values in zip(Taken._fields, map(list, zip(*taken, strict=True)), strict=True):
+                        share = median(values) * loops[name] / _LOOPS
+                        print(f"    {what}, {measure}: {spread(values)}, {share:.2f} of the ideal")
+            for how, values in beside.items():
+                print(f"batch {batch}, LoopScope {how}: {spread(values)} of vLLM {how}")
+            assert median(each.work for each in whole["one"]) > median(each.work for each in whole["full"])
             assert [round(loops[name], 6) for name in ("one", "two", "three", "full")] == [1, 2, 3, 4]
+
+
+def ratios(base: Taken, taken: Taken) -> Taken:
+    return Taken(base.clock / taken.clock, base.work / taken.work)
