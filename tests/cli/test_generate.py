@@ -205,6 +205,13 @@ def test_a_policy_that_was_saved_with_the_model(checkpoint: str, tmp_path: Path,
     assert command.json(*words)["loops"] == [2, 2, 2]
     assert command.json(*words, "--loops", "4")["loops"] == [4, 4, 4]
     assert "with the cache 'latest'" in command.refused(*words, "--cache", "full")
+    named = {"policy": "exit_policy/policy.json", "cache": "full"}
+    (folder / "generation_config.json").write_text(json.dumps(named))
+    assert "with the cache 'latest'" in command.refused(*words)
+    ls.ExitPolicy("margin", 0.0).save(folder / "exit_policy" / "policy.json")
+    (folder / "generation_config.json").write_text(json.dumps({**named, "lossless": True}))
+    deep, lossless = command.json(*words, "--loops", "4"), command.json(*words)
+    assert lossless["tokens"] == deep["tokens"]
     (folder / "exit_policy" / "policy.json").unlink()
     assert "names the exit policy 'exit_policy/policy.json', and there is no such file" in command.refused(*words)
 

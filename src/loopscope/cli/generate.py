@@ -41,7 +41,7 @@ from loopscope.config import Loops
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
 from loopscope.files import BusyError, atomic_file, locked, new_path, read_text, remove_leftovers, room_for
-from loopscope.models.checkpoint_folder import named_policy, read_model_shape
+from loopscope.models.checkpoint_folder import named_exits, read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import readout_definition
@@ -141,7 +141,9 @@ def execute(options: argparse.Namespace) -> None:
     usual = by_hand.exit_policy(options.any_model)
     folder = inputs.find_model(options.model, text=True)
     if options.policy is None and usual is None:
-        options.policy = named_policy(folder)
+        exits = named_exits(folder, drafts=True)
+        options.policy = None if exits.policy is None else Path(exits.policy)
+        options.cache, options.lossless = options.cache or exits.cache, options.lossless or exits.lossless
     file = None if options.policy is None else str(options.policy)
     if file is not None:
         usual = Rule(file).exit_policy(options.any_model)

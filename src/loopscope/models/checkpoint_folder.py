@@ -337,16 +337,24 @@ class GenerationExits(msgspec.Struct, frozen=True, omit_defaults=True):
         return exits
 
 
-def named_policy(folder: Path) -> Path | None:
-    """The file of the exit policy that a checkpoint's `generation_config.json` names; None if it names none."""
+def named_exits(folder: Path, drafts: bool = False) -> GenerationExits:
+    """What a checkpoint's `generation_config.json` says of exits, with the policy as the path of its file.
+
+    `drafts` says whether the caller can write lossless texts; if not, a configuration that wants them is rejected.
+    """
     if not (folder / GENERATION).is_file():
-        return None
-    name = GenerationExits.read(folder / GENERATION).policy
-    if name is None:
-        return None
-    if not is_file(folder / name):
-        raise no_named_policy(name, folder)
-    return folder / name
+        return GenerationExits()
+    exits = GenerationExits.read(folder / GENERATION)
+    if exits.policy is None:
+        return GenerationExits()
+    if not is_file(folder / exits.policy):
+        raise no_named_policy(exits.policy, folder)
+    if exits.lossless and not drafts:
+        raise UserError(
+            f"{GENERATION} of {folder} asks for lossless texts, which `loopscope generate` and transformers write; "
+            "remove 'lossless' from it, or ask for a number of loops."
+        )
+    return msgspec.structs.replace(exits, policy=str(folder / exits.policy))
 
 
 def no_named_policy(name: str, source: str | Path) -> UserError:

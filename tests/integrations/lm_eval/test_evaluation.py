@@ -1,6 +1,7 @@
 """Does a whole evaluation by lm_eval, from local files, say what LoopScope's own scoring says?"""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from loopscope.integrations.lm_eval.evaluation import evaluate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 from loopscope.questions import BENCHMARKS
 from loopscope.recording.question_recording import record_benchmark
-from loopscope.scope import scope_of
+from loopscope.scope import Scope, scope_of
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,22 @@ def test_lm_eval_knows_the_model_by_its_name(checkpoint: Path) -> None:
     lm = get_model("loopscope").create_from_arg_string(f"pretrained={checkpoint},loops=2", {"batch_size": 4})
     assert str(lm.policy) == "fixed at 2"
     assert lm.batch_size == 4
+
+
+def test_a_policy_that_was_saved_with_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    (folder / "exit_policy").mkdir()
+    policy = ls.ExitPolicy("gate", 0.5, scope=Scope(unit="tokens", cache="propagate"))
+    policy.save(folder / "exit_policy" / "policy.json")
+    named = {"policy": "exit_policy/policy.json"}
+    (folder / "generation_config.json").write_text(json.dumps(named))
+    lm = LoopScopeLM(folder)
+    assert (lm.policy, lm.get_model_info()["cache"]) == (policy, "propagate")
+    assert str(LoopScopeLM(folder, loops=2).policy) == "fixed at 2"
+    assert main(["harness", str(folder), "--tasks", "arc_easy", "--data", str(DATA), "--limit", "2"]) == 2
+    (folder / "generation_config.json").write_text(json.dumps({**named, "lossless": True}))
+    with pytest.raises(ls.UserError, match="asks for lossless texts"):
+        LoopScopeLM(folder)
 
 
 @pytest.mark.parametrize(

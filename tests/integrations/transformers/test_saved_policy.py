@@ -12,7 +12,7 @@ from test_modeling import HUGINN, OURO, TEXT, load
 from transformers import GenerationConfig
 
 import loopscope as ls
-from loopscope.models.checkpoint_folder import POLICY, named_policy
+from loopscope.models.checkpoint_folder import POLICY, named_exits
 from loopscope.scope import Scope
 
 PROMPTS = [ls.Prompt(0, TEXT[0].numpy())]
@@ -71,7 +71,7 @@ def test_a_policy_travels_with_its_model(calibrated: ls.ExitPolicy, shards: dict
     for name in ("one", "two"):
         folder = tmp_path / name
         assert json.loads((folder / "generation_config.json").read_text())["policy"] == POLICY
-        policy = ls.ExitPolicy.load(named_policy(folder))
+        policy = ls.ExitPolicy.load(named_exits(folder).policy)
         assert policy.guarantee == calibrated.guarantee
         assert written(load(folder)) == expected(folder, policy) == text
         assert written(load(folder), policy=None) == expected(OURO, None)
@@ -146,7 +146,7 @@ def test_checkpoints_whose_policy_would_mislead_are_refused(saved: Path, tmp_pat
         (spoiled("too long", policy="a" * 300), "names the exit policy 'aaa.*, and there is no such file"),
         (spoiled("kind", policy=3), "policy"),
     ):
-        for read in (load, named_policy):
+        for read in (load, named_exits):
             with pytest.raises(ls.UserError, match=match):
                 read(folder)
     altered = spoiled("altered")
@@ -256,6 +256,6 @@ def test_pushed_to_the_hub(calibrated: ls.ExitPolicy, tmp_path: Path, monkeypatc
     model.save_pretrained(tmp_path / "here", push_to_hub=True, repo_id="me/saved")
     for name in ("pushed", "saved"):
         folder = tmp_path / "me" / name
-        assert written(load(folder)) == expected(folder, ls.ExitPolicy.load(named_policy(folder)))
+        assert written(load(folder)) == expected(folder, ls.ExitPolicy.load(named_exits(folder).policy))
         assert calibrated.guarantee.sentence in (folder / "README.md").read_text()
     assert "automatically generated" in (tmp_path / "me" / "pushed" / "README.md").read_text()

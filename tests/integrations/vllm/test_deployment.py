@@ -1,6 +1,7 @@
 """Is a deployment what its overrides say, or refused? And is a log of exits read as it was written?"""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,6 +40,33 @@ def test_loops_are_the_checkpoints_or_fewer() -> None:
 @pytest.fixture
 def told(tmp_path: Path) -> dict[str, Any]:
     return {"policy": str(tmp_path / "policy.json")}
+
+
+def test_a_policy_that_was_saved_with_the_model(tmp_path: Path) -> None:
+    """It is served unless a depth is named, or rejected; never ignored."""
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
+    (folder / "exit_policy").mkdir()
+
+    def served(loopscope: dict[str, Any], policy_cache: str | None, **named: Any) -> Deployment:
+        policy = ls.ExitPolicy("gate", 0.5, scope=Scope(unit="tokens", cache=policy_cache))
+        policy.save(folder / "exit_policy" / "policy.json")
+        exits = {"policy": "exit_policy/policy.json", **named}
+        (folder / "generation_config.json").write_text(json.dumps(exits))
+        return read_deployment({**VALUES, "loopscope": loopscope}, str(folder), None, "float32")
+
+    assert served({}, "propagate").policy == ls.ExitPolicy.load(folder / "exit_policy" / "policy.json")
+    assert served({"loops": 4}, "full").policy is None
+    assert served({"readout": "gate", "threshold": 0.7}, "full").policy == ls.ExitPolicy("gate", 0.7)
+    assert served({"without_guarantee": True}, "full").policy == ls.ExitPolicy("gate", 0.5, scope=Scope(unit="tokens"))
+    for cache, named, words in (
+        ("full", {}, "with the cache 'full'"),
+        ("full", {"cache": "propagate"}, "with the cache 'full'"),
+        (None, {"cache": "latest"}, "with the cache 'latest'"),
+        ("propagate", {"lossless": True}, "asks for lossless texts"),
+        ("propagate", {"policy": "nowhere.json"}, "there is no such file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            served({}, cache, **named)
 
 
 def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:

@@ -1,8 +1,11 @@
-"""Does `vllm serve` answer a client of OpenAI at the depths that it asks for, by a certified policy from its file?"""
+"""Does `vllm serve` answer a client of OpenAI at the depths that it asks for, by a certified policy that transformers
+saved with the model?
+"""
 
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from vllm_engines import SENTENCES, expected, write_small_ouro
 
 import loopscope as ls
+import loopscope.integrations.transformers
 from loopscope.cli import main
+from loopscope.models.checkpoint_folder import named_exits
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
@@ -28,13 +35,15 @@ TEXTS = ("The sun", "3 and 4 make", "Plants grow, as the sun makes them grow, an
 
 
 def test_a_served_model(tmp_path: Path) -> None:
-    """Streamed answers, three depths in one batch, and what `/metrics` and the log say of them."""
+    """Streamed answers, three depths in one batch, and what `/metrics` and the log say of them.
+
+    The texts are those of `loopscope.generate`, and of transformers' `generate` on the same folder.
+    """
     from openai import BadRequestError, OpenAI
     from tokenizers import Tokenizer
 
-    folder = write_small_ouro(tmp_path / "small")
-    certify(folder, tmp_path)
-    policy = ls.ExitPolicy.load(tmp_path / "text.json")
+    folder = save_with_policy(write_small_ouro(tmp_path / "small"), tmp_path)
+    policy = ls.ExitPolicy.load(named_exits(folder).policy)
     assert policy.guarantee is not None
     fast = ls.ExitPolicy("margin", 0.5)
     fast.save(tmp_path / "fast.json")
@@ -42,7 +51,8 @@ def test_a_served_model(tmp_path: Path) -> None:
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     tokens, loops = expected(folder, prompts, policy, "propagate", new=NEW)
     assert len(set(chain(*loops))) > 1
-    told = {"policy": str(tmp_path / "text.json"), "policies": {"fast": str(tmp_path / "fast.json")}}
+    assert written_by_transformers(folder, prompts) == tokens
+    told = {"policies": {"fast": str(tmp_path / "fast.json")}}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,6 +142,25 @@ def counted(url: str) -> dict[int, int]:
     assert parts == {"count": sum(exits.values()), "sum": sum(loop * count for loop, count in exits.items())}
     assert (re.search(r'^vllm:loopscope_loops_per_step_bucket{.*le="4.0".*}', text, re.MULTILINE)) is not None
     return {loop: count for loop, count in exits.items() if count}
+
+
+def save_with_policy(folder: Path, out: Path) -> Path:
+    """The model as transformers saves it, with a policy that was certified for it."""
+    certify(folder, out)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.exit_policy = out / "text.json"
+    model.save_pretrained(out / "saved")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, out / "saved")
+    return out / "saved"
+
+
+def written_by_transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """New tokens under the policy that the folder names."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+    texts = [model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def certify(folder: Path, out: Path) -> None:

@@ -28,7 +28,7 @@ from loopscope.engine.sampling import Sampling
 from loopscope.engine.scheduler import run
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
-from loopscope.models.checkpoint_folder import end_tokens, find_checkpoint
+from loopscope.models.checkpoint_folder import end_tokens, find_checkpoint, named_exits
 from loopscope.models.device import accumulator
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.tokenizer import encode, load_tokenizer, render_chat, stop_tokens
@@ -71,7 +71,8 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         """`pretrained` is a folder, a Hub id, or a model, which brings its `tokenizer`; `policy` may be a file.
 
-        Texts are generated with the KV cache `cache`: by default the one that the policy was calibrated for, or `full`.
+        Without `loops` and `policy`, a folder runs under the policy that was saved with it, if there is one. Texts are
+        generated with the KV cache `cache`: by default the one that the policy was calibrated for, or `full`.
         `batch_size` texts are generated at a time, `batch_tokens` tokens of questions run at a time. What comes before
         `think_end_token` is no part of an answer. `max_batch_size` is there because lm_eval passes it.
         """
@@ -82,6 +83,9 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
             self.model, self.tokenizer, self._ends = pretrained, tokenizer, stop_tokens(tokenizer)
         else:
             folder = find_checkpoint(pretrained)
+            if loops is None and policy is None:
+                exits = named_exits(folder)
+                policy, cache = exits.policy, cache or exits.cache
             self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
             self.model = load_model(folder, device, dtype)
             self._ends = stop_tokens(self.tokenizer, end_tokens(folder))

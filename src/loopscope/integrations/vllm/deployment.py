@@ -1,6 +1,7 @@
 """What is a deployment told beside its checkpoint? How many loops it runs, or by which policy its tokens exit.
 
-It stands under `loopscope` in vLLM's `hf_overrides`:
+It stands under `loopscope` in vLLM's `hf_overrides`; without a depth there, the policy that was saved with the model is
+served:
 
     vllm serve FOLDER --hf-overrides '{"loopscope": {"policy": "policy.json", "policies": {"fast": "fast.json"}}}'
 
@@ -21,7 +22,7 @@ from loopscope.exit_state import ExitState
 from loopscope.integrations.vllm.exits_log import LOG_BEGINNING
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
-from loopscope.models.checkpoint_folder import check_hashes, find_checkpoint
+from loopscope.models.checkpoint_folder import GenerationExits, check_hashes, find_checkpoint, named_exits
 from loopscope.models.looped_llama import LoopedLlamaConfig, Looping
 from loopscope.models.ouro import OuroConfig
 from loopscope.policy import ExitPolicy
@@ -36,7 +37,7 @@ _CONNECTOR = "loopscope.integrations.vllm.request_connector"
 
 class DeploymentSettings(Settings, frozen=True, kw_only=True):
     loops: Loops | None = None  # None: as many as the checkpoint says
-    policy: str | None = None  # a file; or by hand:
+    policy: str | None = None  # a file (None: the one that the checkpoint names); or by hand:
     readout: str | None = None
     threshold: float | None = None
     policies: dict[str, str] = msgspec.field(default_factory=dict)  # files of those that a request may ask for, by name
@@ -48,6 +49,10 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
             raise ValueError("a policy is given by its file, or by a readout and its threshold together, not both")
         if taken := [name for name in self.policies if name == FULL_DEPTH or not name.isidentifier()]:
             raise ValueError(f"'{taken[0]}' cannot be the name of a policy; take letters, and not '{FULL_DEPTH}'")
+
+    @property
+    def names_no_depth(self) -> bool:
+        return self.loops is None and self.policy is None and self.readout is None
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -114,7 +119,7 @@ def read_deployment(
         name: _checked(ExitPolicy.load(Path(file)), settings, deployed, weights, precision, cache_precision)
         for name, file in settings.policies.items()
     }
-    policy = _policy(settings)
+    policy = _policy(settings, find_checkpoint(checkpoint, revision) if settings.names_no_depth else None)
     if policy is not None:
         policy = _checked(policy, settings, deployed, weights, precision, cache_precision)
     if policy is not None and policy.fixed_depth is not None and not policies:  # as if there were so many loops
@@ -139,10 +144,19 @@ class _Weights:
         )
 
 
-def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
-    if settings.policy is None:
-        return None if settings.readout is None else ExitPolicy(settings.readout, settings.threshold)
-    return ExitPolicy.load(Path(settings.policy))
+def _policy(settings: DeploymentSettings, folder: Path | None) -> ExitPolicy | None:
+    """The policy of the deployment, or the one that was saved with the model in this folder."""
+    if settings.readout is not None:
+        return ExitPolicy(settings.readout, settings.threshold)
+    if settings.policy is not None:
+        return ExitPolicy.load(Path(settings.policy))
+    exits = GenerationExits() if folder is None else named_exits(folder)
+    if exits.policy is None:
+        return None
+    policy = ExitPolicy.load(Path(exits.policy))
+    if exits.cache is None or policy.scope.cache not in (None, "propagate"):
+        return policy
+    return replace(policy, scope=msgspec.structs.replace(policy.scope, cache=exits.cache))
 
 
 def _checked(
@@ -161,7 +175,7 @@ def _checked(
         raise UserError(
             f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
             "'propagate', for which it guarantees nothing; to use its rule all the same, add "
-            '"without_guarantee": true.'
+            '"without_guarantee": true, or serve a number of loops ("loops": N).'
         )
     if policy.guarantee is not None and cache_precision is not None:
         raise UserError(

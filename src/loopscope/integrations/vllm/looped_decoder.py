@@ -255,7 +255,13 @@ class ParallelDecoder(nn.Module):
         self.turn = Turn() if deployment.adaptive else None
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, prefix=f"{prefix}.embed_tokens")
         self.layers = nn.ModuleList(
-            ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number), self.turn)
+            ParallelLayer(
+                deployment,
+                vllm_config,
+                f"{prefix}.layers.{number}",
+                self._places(number),
+                self.turn if self._is_looped(number) else None,
+            )
             for number in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(width, eps=self.eps)
@@ -266,11 +272,12 @@ class ParallelDecoder(nn.Module):
 
     def _places(self, number: int) -> Sequence[int]:
         """Where a layer keeps keys and values: one place for every time that it runs."""
-        if number < self.prelude:
-            return [number]
-        if number < self.prelude + self.core_size:
+        if self._is_looped(number):
             return range(number, self.prelude + self.num_loops * self.core_size, self.core_size)
-        return [number + (self.num_loops - 1) * self.core_size]
+        return [number if number < self.prelude else number + (self.num_loops - 1) * self.core_size]
+
+    def _is_looped(self, number: int) -> bool:
+        return self.prelude <= number < self.prelude + self.core_size
 
     @property
     def core(self) -> Iterable[Any]:
