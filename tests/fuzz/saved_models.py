@@ -18,7 +18,7 @@ import torch
 import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.integrations.transformers.saved_policy import CARD
-from loopscope.models.checkpoint_folder import GENERATION, POLICY, named_policy
+from loopscope.models.checkpoint_folder import GENERATION, POLICY, named_exits
 
 from .mutations import STRINGS
 from .runner import Case, RefusedError, check_length, check_text
@@ -70,7 +70,7 @@ def saved_model(world: World, case: Case) -> str:
     if case.rng.random() < 0.3:
         case.command("generate", folder, "1 and 2", "--max-new-tokens", 2, "--json", "--device", "cpu")
         return "other"
-    policy = None if (file := named_policy(folder)) is None else ls.ExitPolicy.load(file)
+    policy = None if (file := named_exits(folder).policy) is None else ls.ExitPolicy.load(file)
     if case.rng.random() < 0.4:
         model = ls.load_model(folder)
         assert ls.generate(model, [ls.Prompt(0, _PROMPT[0].numpy())], policy, max_new_tokens=2)[0].tokens

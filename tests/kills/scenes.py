@@ -25,7 +25,7 @@ from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
-from loopscope.models.checkpoint_folder import named_policy
+from loopscope.models.checkpoint_folder import named_exits
 from loopscope.models.custom_model import register_model
 from loopscope.recording import question_recording
 
@@ -231,7 +231,7 @@ def _saving_a_model(*thresholds: float) -> Callable[[Inputs, str], Work]:
 
 def _read_saved_model(folder: Path) -> None:
     load_model(folder)
-    policy = named_policy(folder)
+    policy = named_exits(folder).policy
     if policy is not None:
         ls.ExitPolicy.load(policy)
 

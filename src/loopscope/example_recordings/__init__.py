@@ -38,8 +38,8 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     Parameters
     ----------
     name
-        The example (default: "demo"). "demo" has the five models of `loopscope demo`: two with a fixed prior, two with a jointly trained
-        gate, one with a decoupled gate.
+        The example (default: "demo"). "demo" has the five models of `loopscope demo`: two with a fixed prior, two with
+        a jointly trained gate, one with a decoupled gate.
 
     Returns
     -------

@@ -45,9 +45,10 @@ MAX_PAGE_BYTES = 8_000_000
 """What is too much is left out of the parts of single models."""
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
-_SCRIPTS = ("data", "specifications", "charts", "tables", "hero", "models", "frontiers", "model", "examples")
-_SCRIPTS += ("folds", "main")
-
+_SCRIPTS = (
+    *("data", "specifications", "charts", "tables", "hero", "models"),
+    *("frontiers", "model", "examples", "folds", "main"),
+)
 
 _CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
 """What a card has of the headline's table."""

@@ -217,7 +217,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         """The depth that the model was trained for."""
         return self.looped.num_loops
 
-    @property
+    @property  # type: ignore[override]
     def gradient_checkpointing(self) -> bool:
         """Whether a loop is run again where its gradients are needed."""
         return self.looped.gradient_checkpointing

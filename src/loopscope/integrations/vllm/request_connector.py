@@ -92,6 +92,8 @@ class TokenLoops(KVConnectorWorkerMetadata):
 class LoopCounts(KVConnectorStats):
     """Tokens by the loop at which they exited, and steps by the loops that they ran."""
 
+    data: dict[str, Any]
+
     def reset(self) -> None:
         self.data = {"tokens": {}, "steps": {}}
 
