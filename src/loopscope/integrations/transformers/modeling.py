@@ -213,11 +213,11 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
             raise UserError(f"{EARLY_EXIT} (generate(policy=...)).")
 
     @property
-    def num_loops(self) -> int:
+    def num_loops(self) -> int:  # type: ignore[override]
         """The depth that the model was trained for."""
         return self.looped.num_loops
 
-    @property  # type: ignore[override]
+    @property
     def gradient_checkpointing(self) -> bool:
         """Whether a loop is run again where its gradients are needed."""
         return self.looped.gradient_checkpointing
