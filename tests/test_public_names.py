@@ -41,7 +41,7 @@ def documented() -> dict[str, tuple[Any, str]]:
     """Every public name and every public method, with its kind: function, class, method or property."""
     found: dict[str, tuple[Any, str]] = {}
     for name in NAMES:
-        what = getattr(ls, name)
+        what = getattr(import_module(ls._HOMES[name]), name)  # `ls.report` may be the room
         found[name] = (what, "class" if inspect.isclass(what) else "function")
         for member, wrapped in members(what) if inspect.isclass(what) else ():
             function = getattr(wrapped, WRAPPERS.get(type(wrapped), ""), wrapped)

@@ -194,8 +194,8 @@ def test_one_precision_for_all(tmp_path: Path) -> None:
     model = ls.load_model(tmp_path)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
     assert model.loops(TOKENS).gate_logits.dtype == torch.float32
-    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
-        ls.load_model(tmp_path, dtype="int8")
+    with pytest.raises(ls.UserError, match="no precision 'int4'; choose one of float32, bfloat16, float16, int8"):
+        ls.load_model(tmp_path, dtype="int4")
 
 
 def test_rotary_base_in_either_place(tmp_path: Path) -> None:

@@ -131,13 +131,13 @@ class Diagnosis(Tabular):
 
     @property
     def own_gate(self) -> GapWords | None:
-        """How the model's own gate does against the best readout on the same trajectory, in words."""
+        """Compare the model's own gate with the best readout on the same trajectory, in words; None without a gate."""
         gap = self.readout_gap
         return None if gap is None else gap_words(gap, "the best readout", self.room_left)
 
     @property
     def against_reference(self) -> GapWords | None:
-        """How the model's trajectory does against the reference's, in words; None where neither judges the other."""
+        """Compare the model's trajectory with the reference's, in words; None if neither can judge the other."""
         gap = self.trajectory_gap
         if self.weak_reference:
             return GapWords(UNDECIDED, "(the reference is the less accurate one)")
