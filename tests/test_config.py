@@ -80,7 +80,7 @@ def test_the_paper_preset_is_appendix_b() -> None:
 
 
 def test_every_preset_is_valid() -> None:
-    more = ["demo-hop-induction", "demo-parity", "demo-state-tracking"]
+    more = ["demo-hop-induction", "demo-parity", "demo-reachability", "demo-state-tracking"]
     assert presets() == ["demo", *more, "paper", "paper-parity"]
     assert all(isinstance(read_settings(name, []), RunSettings) for name in presets())
 

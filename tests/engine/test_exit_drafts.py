@@ -144,7 +144,7 @@ def test_only_tokens_of_wrong_drafts_run_in_vain(model: LoopedModel, monkeypatch
     assert stats[0].token_loops <= stats[1].token_loops <= stats[0].token_loops + model.num_loops * sum(drafts)
 
 
-def test_drafts_begin_where_they_pay(model: LoopedModel) -> None:
+def test_drafts_begin_where_they_pay() -> None:
     """By what a step with more tokens takes, how often drafts stand, and how deep tokens go."""
 
     def gain(more: float, standing: float, loops: int) -> DraftGain:
@@ -160,6 +160,6 @@ def test_drafts_begin_where_they_pay(model: LoopedModel) -> None:
     assert not gain(1.0, 0.8, 2).pays(1)  # every token costs as much as the first
     assert not gain(0.02, 0.0, 2).pays(1)
     assert not gain(0.02, 0.8, 1).pays(1)  # they exit at once
-    long = DraftGain(model)
+    long = DraftGain(tiny_ouro())
     long.see(1, 65, False, 1, (0.0, 1.0, 2.0))  # with a prompt among them: not worth knowing
     assert long._seconds.estimate(1, 4, 4) == DraftGain(tiny_ouro())._seconds.estimate(1, 4, 4)

@@ -28,7 +28,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "fused kernels":
         monkeypatch.setattr(attention, "takes_fused_kernels", lambda device: True)
         monkeypatch.setattr(attention, "_short_attention", None)
-        monkeypatch.setattr(attention, "packed_attention", None)
     chosen: str = request.param
     return chosen
 

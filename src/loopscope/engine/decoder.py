@@ -245,8 +245,8 @@ class Decoder(TextRows):
         self._ends: Integers = np.zeros(rows, dtype=np.int64)  # tokens that a row may have
         self._loops: Integers = np.zeros(rows * self._most, dtype=np.int64)  # [slots] that the token has been through
         self._positions: Integers = np.zeros_like(self._loops)  # [slots]
-        self._next: Integers = np.full_like(self._loops, -1)  # [slots] the token that it said last
-        self._since: Integers = np.zeros_like(self._loops)  # [slots] the loop from which on it said that
+        self._next: Integers = np.full_like(self._loops, -1)  # [slots] what it last said the next token is
+        self._since: Integers = np.zeros_like(self._loops)  # [slots] the loop from which on it has said that
         self._held: dict[int, _HeldExit] = {}  # by slot
         self._running: set[int] = set()  # rows
         self._groups: list[ExitDecision] = []  # one a policy
@@ -264,19 +264,19 @@ class Decoder(TextRows):
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Rows whose token has exited go on with these tokens: with a draft, where that is it."""
-        index, said = np.asarray(rows, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
+        index, answers = np.asarray(rows, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
         self._backfill(index)
         slots = self._slots(index, self._oldest[index])
         self._gain.count(
-            np.where(self._next[slots] == said, self._since[slots], self._loops[slots]), self._loops[slots]
+            np.where(self._next[slots] == answers, self._since[slots], self._loops[slots]), self._loops[slots]
         )
         self._oldest[index] += 1
-        stands = self._said_next(index, self._oldest[index]) == said
+        stands = self._token_at(index, self._oldest[index]) == answers
         self._cut(index[~stands], self._oldest[index[~stands]])
         if not stands.all():
-            self._add_tokens(index[~stands], said[~stands].tolist())
+            self._add_tokens(index[~stands], answers[~stands].tolist())
             self._begin(index[~stands])
-        held = [slot for slot in self._slots(index[stands], self._oldest[index[stands]]).tolist() if slot in self._held]
+        held = [key for key in self._slots(index[stands], self._oldest[index[stands]]).tolist() if key in self._held]
         self._draft(np.array(held, dtype=np.int64))
 
     def finish(self, row: int) -> None:
@@ -319,19 +319,19 @@ class Decoder(TextRows):
 
     def _due_exits(self, slots: Integers, exits: NDArray[np.bool_], logits: Tensor, likeliest: Integers) -> Exits:
         """The exits of rows' oldest tokens: those of now, and those that were held. Others are held from now on."""
-        due = [slot for slot in self._held if self._positions[slot] == self._oldest[slot // self._most]]
-        held = [self._held.pop(slot) for slot in due]
+        due = [key for key in self._held if self._positions[key] == self._oldest[key // self._most]]
+        held = [self._held.pop(key) for key in due]
         oldest = self._positions[slots] == self._oldest[slots // self._most]
         for place in np.flatnonzero(exits & ~oldest).tolist():
             self._held[int(slots[place])] = _HeldExit(logits[place].clone(), int(likeliest[place]))
         if self._cache == "propagate":
             self._propagate(slots[exits & ~oldest])
         found = np.flatnonzero(exits & oldest)
-        own, said, slots = reordered(logits, found), likeliest[found], slots[found]
+        own, answers, slots = reordered(logits, found), likeliest[found], slots[found]
         if held:
             own = torch.cat((own, torch.stack([each.logits for each in held])))
-            said, slots = np.append(said, [each.likeliest for each in held]), np.append(slots, due)
-        return Exits(slots // self._most, self._loops[slots], own, said)
+            answers, slots = np.append(answers, [each.likeliest for each in held]), np.append(slots, due)
+        return Exits(slots // self._most, self._loops[slots], own, answers)
 
     def _exits(
         self, readers: list[ExitDecision], slots: Integers, logits: Tensor
@@ -358,7 +358,7 @@ class Decoder(TextRows):
         self._next[slots[changed]] = proposed[changed]
         self._since[slots[changed]] = self._loops[slots[changed]]
         rows, positions = slots // self._most, self._positions[slots]
-        others = ~(exits & (positions == self._oldest[rows])) & (self._said_next(rows, positions + 1) != proposed)
+        others = ~(exits & (positions == self._oldest[rows])) & (self._token_at(rows, positions + 1) != proposed)
         if others.any():
             slots = slots[others][np.argsort(positions[others], kind="stable")]  # what an older one says comes first
             slots = slots[np.unique(slots // self._most, return_index=True)[1]]
@@ -375,7 +375,7 @@ class Decoder(TextRows):
             self._begin(rows[room])
 
     def _cut(self, rows: Integers, lengths: Integers) -> None:
-        """Drafts of rows from these positions on were never said."""
+        """Drop the drafts of rows from these positions on."""
         longer = self._lengths[rows] > lengths
         if not longer.any():
             return
@@ -383,11 +383,11 @@ class Decoder(TextRows):
             self._take_back(row, length)
         for group in self._groups:
             group.keep(self._positions[group.rows] < self._lengths[group.rows // self._most])
-        for slot in [*self._held]:
-            if self._positions[slot] >= self._lengths[slot // self._most]:
-                del self._held[slot]
+        for key in [*self._held]:
+            if self._positions[key] >= self._lengths[key // self._most]:
+                del self._held[key]
 
-    def _said_next(self, rows: Integers, positions: Integers) -> Integers:
+    def _token_at(self, rows: Integers, positions: Integers) -> Integers:
         """[n] the tokens of rows at these positions; -1: there is none."""
         there = positions < self._lengths[rows]
         return np.where(there, self._tokens[rows, np.where(there, positions, 0)], -1)
@@ -457,8 +457,9 @@ class Decoder(TextRows):
     def _pass_held(self) -> None:
         """Where the tokens before a draft that has exited have been through a loop, what came after it may follow."""
         if self._cache == "propagate":
-            for slot in sorted(self._held, key=lambda slot: int(self._positions[slot])):
-                row, position, loop = (int(each[0]) for each in self._places(np.array([slot])))
+            drafts = np.array([*self._held])
+            for draft in drafts[np.argsort(self._positions[drafts])] if len(drafts) else ():
+                row, position, loop = (int(each[0]) for each in self._places(draft[None]))
                 deeper = self._cached[row, loop + 1 :]
                 deeper[deeper == position] += 1
 

@@ -330,7 +330,9 @@ def cached_attention(
         numbers = [] if rotary is None else rotary.numbers
         return _attention_outside(projected, list(heads), numbers, layer)
     cache = layout.cache
-    if layout.host_branches is None and cache is None and not takes_fused_kernels(projected.device):
+    # States that rows share are gathered: below, each row would write them and count their gradient once more.
+    gathers = layout.sharing is not None or not takes_fused_kernels(projected.device)
+    if gathers and layout.host_branches is None and cache is None:
         return packed_attention(projected, heads, layout, rotary)
     turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:

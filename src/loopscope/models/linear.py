@@ -190,7 +190,7 @@ class Int8Linear(nn.Module):
         rounded, scales = _rounded_rows(input.reshape(-1, self.in_features))
         shifts = torch.zeros(1, dtype=torch.int32)
         float32 = torch.float32
-        options = (None, 1.0, 0, float32, "none", [], "")
+        options: Any = (None, 1.0, 0, float32, "none", [], "")
         product = torch.ops.onednn.qlinear_pointwise(rounded, 1.0, 0, self.weight, self.scales, shifts, *options)
         product = product.mul_(scales) if self.bias is None else torch.addcmul(self.bias, product, scales)
         return product.view(*input.shape[:-1], self.out_features)
@@ -207,11 +207,11 @@ class Int8Linear(nn.Module):
         return dict(self.__dict__, _buffers=dict(self._buffers, weight=self.plain_weight))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.weight = _packed_int8(self.weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.plain_weight
 
 
@@ -261,7 +261,7 @@ def quantise_weights(model: nn.Module) -> None:
 
     A matrix that is also another's (a head tied to its embedding) stays as it is, since rows of it are read.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise UserError("int8 weights need oneDNN, which this build of PyTorch lacks; take --dtype bfloat16.")
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     layers = [
