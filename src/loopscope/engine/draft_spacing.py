@@ -50,8 +50,8 @@ class Spacing(NamedTuple):
 class StepSeconds:
     """What a step takes on this machine: its loops by their number and tokens, the rest by how many tokens are read.
 
-    Of a step that was not seen yet, it is estimated from the others, or from the sizes of the model's matrices. What was
-    seen only while it was slow (a first time) is corrected by larger steps: these take no less.
+    Of a step that was not seen yet, it is estimated from the others, or from the sizes of the model's matrices. A step
+    that was only seen while it was slow, such as its first time, is taken to be no slower than larger ones.
     """
 
     def __init__(self, model: LoopedModel) -> None:
