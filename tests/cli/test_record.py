@@ -1,10 +1,13 @@
 """`loopscope record`: a task, a text, a benchmark, and what each of them does not take."""
 
+from functools import partialmethod
 from pathlib import Path
 
+import pytest
 from benchmark_slices import DATA
 
 from cli.conftest import Command
+from loopscope.models.looped_model import LoopedModel
 from loopscope.trajectory import Trajectory
 
 
@@ -27,6 +30,18 @@ def test_a_text_is_summed_up(checkpoint: str, tmp_path: Path, command: Command) 
     assert (summary["split"], summary["documents"], summary["loops"]) == ("validation", 4, 4)
     table = command(*words).out
     assert all(word in table for word in ("loss", "accuracy", "agreement", "100.0 %"))
+
+
+def test_a_compiled_model_writes_and_records_the_same(
+    checkpoint: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoopedModel, "compile", partialmethod(LoopedModel.compile, backend="eager"))
+    written = ("generate", checkpoint, "The sun", "--max-new-tokens", "4")
+    assert command.json(*written, "--compile") == command.json(*written)
+    (tmp_path / "a.txt").write_text("The sun is here.<|endoftext|>The sea is not.", encoding="utf-8")
+    recorded = ("record", "text", checkpoint, tmp_path / "a.txt", "--out")
+    compiled = command.json(*recorded, tmp_path / "compiled", "--compile")
+    assert compiled["loss"] == pytest.approx(command.json(*recorded, tmp_path / "own")["loss"])
 
 
 def test_a_benchmark_is_recorded_and_evaluated(checkpoint: str, tmp_path: Path, command: Command) -> None:

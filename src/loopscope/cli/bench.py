@@ -64,7 +64,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--prompt-tokens N", "tokens that are given", default=64)
     option(parser, "--new-tokens N", "tokens that follow", default=64)
     option(parser, "--batch-size N", "documents at a time", default=8)
-    add_shared(parser, "--dtype NAME", "--rounds N", *COMPUTE)
+    add_shared(parser, "--dtype NAME", "--compile", "--rounds N", *COMPUTE)
 
 
 def _bench_exits(options: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ def _bench_generation(options: argparse.Namespace) -> None:
         inputs.check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.text_timing import bench_generation, ways_of
 
-    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
+    model = inputs.load_text_model(folder, options)
     prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:

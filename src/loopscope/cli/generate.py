@@ -122,7 +122,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--batch-size N", "prompts at a time", default=8)
     option(parser, "--show-loops", "print the loops that each token took")
     option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
-    add_shared(parser, "--chat", "--seed N", "--dtype NAME", *COMPUTE)
+    add_shared(parser, "--chat", "--seed N", "--dtype NAME", "--compile", *COMPUTE)
     parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 
 
@@ -159,7 +159,7 @@ def execute(options: argparse.Namespace) -> None:
         ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
         for place, each in enumerate(requested)
     ]
-    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
+    model = inputs.load_text_model(folder, options)
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
     used_rules = {Rule(file): usual, **rules}

@@ -288,6 +288,14 @@ def find_model(source: str | Path, text: bool = False) -> Path:
     return folder
 
 
+def load_text_model(folder: Path, options: argparse.Namespace) -> "ls.LoopedModel":
+    """The language model in a folder, on --device, in the precision of --dtype, compiled where --compile says so."""
+    model = ls.load_model(folder, device_of(options), options.dtype)
+    if options.compile:
+        model.compile()
+    return model
+
+
 def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
     """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
     if str(given).startswith(PREFIX):

@@ -199,6 +199,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "probability with which the guarantee is to hold (default: 0.95)",
         {"type": _between_0_and_1(0.95)},
     ),
+    "--compile": ("compile the loop first: pays in long runs (the first loops take a minute or more)", {}),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: the file's)", {"choices": PRECISIONS}),

@@ -60,7 +60,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
     option(parser, "--limit N", "record at most so many tokens")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
-    add_shared(parser, "--hidden", "--dtype NAME", *COMPUTE)
+    add_shared(parser, "--hidden", "--dtype NAME", "--compile", *COMPUTE)
     inputs.add_custom_readouts(parser)
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
     add_shared(parser, "model")
@@ -134,15 +134,17 @@ def _record_text(options: argparse.Namespace) -> None:
     instance.
     """
     out = _out(options, options.split)
-    shape = read_model_shape(inputs.find_model(options.model, text=True))
+    folder = inputs.find_model(options.model, text=True)
+    shape = read_model_shape(folder)
     check_context(options.context or shape.block_size, shape.block_size)
     read_documents(options.files)
     from loopscope.recording.text_recording import record_text
 
-    device, chosen = inputs.device_of(options), given(options, "context", "limit", "hidden", "dtype")
+    chosen = given(options, "context", "limit", "hidden", "dtype")
     with _recording(options, f"recording {options.split}", out) as advance:
+        model = inputs.load_text_model(folder, options)
         recording = record_text(
-            options.model, options.files, options.split, out, device=device, progress=advance, **chosen
+            options.model, options.files, options.split, out, model=model, progress=advance, **chosen
         )
     documents, tokens = recording.provenance["documents"], recording.num_examples
     summary = {"recording": str(out), "split": options.split, "tokens": tokens, "documents": documents}

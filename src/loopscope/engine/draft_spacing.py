@@ -50,7 +50,8 @@ class Spacing(NamedTuple):
 class StepSeconds:
     """What a step takes on this machine: its loops by their number and tokens, the rest by how many tokens are read.
 
-    Of a step that was not seen yet, it is estimated from the others, or from the sizes of the model's matrices.
+    Of a step that was not seen yet, it is estimated from the others, or from the sizes of the model's matrices. A step
+    that was only seen while it was slow, such as its first time, is taken to be no slower than larger ones.
     """
 
     def __init__(self, model: LoopedModel) -> None:
@@ -70,7 +71,7 @@ class StepSeconds:
 
     def _one_loop(self, loops: int, tokens: int) -> float:
         if (loops, tokens) in self._loop:
-            return self._loop[loops, tokens]
+            return min(seconds for (own, many), seconds in self._loop.items() if own == loops and many >= tokens)
         if not self._loop:
             return _prior(tokens)
         near = min(self._loop, key=lambda each: (abs(each[1] - tokens), abs(each[0] - loops)))
@@ -78,7 +79,7 @@ class StepSeconds:
 
     def _reading(self, read: int) -> float:
         if read in self._rest:
-            return self._rest[read]
+            return min(seconds for many, seconds in self._rest.items() if many >= read)
         if not self._rest:
             return self._head * _prior(read) * self._one_loop(1, 1)
         near = min(self._rest, key=lambda each: abs(each - read))
