@@ -1,9 +1,9 @@
 """How do the docs read? Words per sentence, sentences over 30 words and numbers per 1,000 words of every kind of text.
 
-python scripts/prose.py             a line for each kind of text
-python scripts/prose.py --files     and a line for each file
-python scripts/prose.py --long      and every sentence over 30 words, with its file
-python scripts/prose.py --draw 100  that many sentences drawn at random from all kinds, to be judged by a reader
+python -m scripts.prose             a line for each kind of text
+python -m scripts.prose --files     and a line for each file
+python -m scripts.prose --long      and every sentence over 30 words, with its file
+python -m scripts.prose --draw 100  that many sentences drawn at random from all kinds, to be judged by a reader
 
 A word is what stands between spaces, and code between backticks is one word. Tables, code, headings and pictures do
 not count. A list entry is a sentence, or several.
@@ -65,7 +65,9 @@ def pages() -> Iterator[tuple[str, str, str]]:
         name = str(path.relative_to(ROOT))
         if name in ("docs/reference/cli.md", "docs/reference/settings.md"):
             continue  # help and docstrings have their texts
-        kind = "README" if name == "README.md" else "evidence" if name.startswith(("docs/evidence", "recipes")) else "docs"
+        kind = (
+            "README" if name == "README.md" else "evidence" if name.startswith(("docs/evidence", "recipes")) else "docs"
+        )
         yield "history" if name in ("CHANGELOG.md", "docs/decisions.md") else kind, name, path.read_text("utf-8")
     for path in sorted(ROOT.glob("docs/**/*.ipynb")):
         cells = [cell for cell in json.loads(path.read_text("utf-8"))["cells"] if cell["cell_type"] == "markdown"]
@@ -92,7 +94,9 @@ def docstring(what: object) -> str:
     prose = []
     for text in texts:
         text = re.sub(r"^Examples\n-+\n.*?(?=^\w+\n-+\n|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
-        prose += re.sub(r"^(?:\w+\n-+|\*{0,2}[\w., |\[\]*]+)$(?=\n    )", "", re.sub(r"^\w+\n-+$", "", text, flags=re.M), flags=re.M).split("\n\n")
+        prose += re.sub(
+            r"^(?:\w+\n-+|\*{0,2}[\w., |\[\]*]+)$(?=\n    )", "", re.sub(r"^\w+\n-+$", "", text, flags=re.M), flags=re.M
+        ).split("\n\n")
     return "\n\n".join(re.sub(r"\n(?=\S)(?<=\n\n)", "\n", inspect.cleandoc(each)) for each in prose)
 
 
