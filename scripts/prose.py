@@ -89,7 +89,7 @@ def docstring(what: object) -> str:
     """The prose of a docstring and of its public members, without examples and types."""
     texts = [inspect.cleandoc(what.__doc__ or "")] if callable(what) else []
     for name, member in vars(what).items() if inspect.isclass(what) else ():
-        if not name.startswith("_") and getattr(member, "__doc__", None) and not isinstance(member, str | int | float):
+        if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)) and member.__doc__:
             texts.append(inspect.cleandoc(member.__doc__))
     prose = []
     for text in texts:

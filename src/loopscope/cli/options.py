@@ -202,7 +202,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: the file's)", {"choices": PRECISIONS}),
-    "--force": ("start even what is far too big for this machine", {}),
+    "--force": ("start even if the run is far too big for this machine", {}),
     "--fitted DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),
     "--json": ("print the result as JSON", {}),
