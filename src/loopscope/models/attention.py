@@ -226,8 +226,8 @@ def packed_attention_at(
 
 def _gathered(projected: Tensor, heads: tuple[int, ...], layout: Layout) -> list[list[Tensor]]:
     """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
-    indices = layout.compute_once(("gather", heads), partial(_gather_indices, layout, heads)) flat =
-    iter(_Gather.apply(projected, *(index for group in indices for index in group)))  # type: ignore[no-untyped-call]
+    indices = layout.compute_once(("gather", heads), partial(_gather_indices, layout, heads))
+    flat = iter(_Gather.apply(projected, *(index for group in indices for index in group)))  # type: ignore[no-untyped-call]
     return [[next(flat) for _ in group] for group in indices]
 
 
