@@ -43,12 +43,22 @@ def sentences(text: str) -> Iterator[str]:
     for block in blocks:
         whole = " ".join(line.strip() for line in block)
         whole = re.sub(r"\]\([^)\s]*\)", "]", whole).replace("**", "")
-        hidden: list[str] = []
-        whole = re.sub(r"`+[^`]+`+", lambda code: hidden.append(code[0]) or f"\0{len(hidden) - 1}\0", whole)
-        for sentence in re.split(ABBREVIATIONS + r"(?<=[.?!])[\])\"'*]*\s+(?=[\[(\"'*\0A-Z0-9])", whole):
-            shown = re.sub(r"\0(\d+)\0", lambda place: hidden[int(place[1])], sentence).strip()
-            if re.search(r"[a-zA-Z]", shown):
-                yield shown
+        parts = re.split(ABBREVIATIONS + r"(?<=[.?!])[\])\"'*]*\s+(?=[\[(\"'*`A-Z0-9])", whole)
+        for sentence in without_breaks_in_code(parts):
+            if re.search(r"[a-zA-Z]", sentence):
+                yield sentence.strip()
+
+
+def without_breaks_in_code(parts: list[str]) -> Iterator[str]:
+    """The parts of a text, joined where one ends between two backticks."""
+    begun = ""
+    for part in parts:
+        begun += part
+        if begun.count("`") % 2 == 0:
+            yield begun
+            begun = ""
+    if begun:
+        yield begun
 
 
 def words(sentence: str) -> int:
@@ -110,7 +120,7 @@ def main() -> None:
     found = [(kind, name, sentence) for kind, name, text in pages() for sentence in sentences(text)]
     if options.draw:
         current = [each for each in found if each[0] != "history"]
-        for kind, name, sentence in random.Random(options.seed).sample(current, options.draw):
+        for _, name, sentence in random.Random(options.seed).sample(current, options.draw):
             print(f"- [{name}] {sentence}")
         return
     for kind in dict.fromkeys(kind for kind, _, _ in found):

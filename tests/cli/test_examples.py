@@ -23,7 +23,7 @@ from cli.example_world import DATA, LAX, LONGER, MODELS, ROOT, SHORTLY, World
 from loopscope.cli import main, make_parser
 
 README = "README.md"
-NOT_HERE = ("make", "git", "pip", "vllm", "podman", "curl", "python")
+NOT_HERE = ("make", "git", "pip", "vllm", "podman", "curl", "python", "grep")
 """Programs that install something, or need what these tests do without."""
 QUICK = ("calibrate", "compare", "check", "diagnose", "monitor", "sweep", "answer", "study plan", "study status")
 QUICK += ("docs/explanation/diagnosis.md", "docs/how-to/certify.md", "docs/how-to/recordings.md")
@@ -190,6 +190,8 @@ def _model(word: str) -> str:
     """The run or the language model that a path belongs to; nothing for other words."""
     if word in MODELS or word.startswith(("rec", "LIVE")):
         return "rec"
+    if word.startswith("example:"):
+        return word
     return word.partition("/recordings")[0] if word.startswith("runs/") and "." not in word else ""
 
 
