@@ -107,12 +107,13 @@ def threshold_slider(page: Page) -> None:
     """The part of the page in which a threshold is chosen."""
     page.locator("#close").evaluate("(fold) => (fold.open = true)")
     page.locator("#exits :is(svg, canvas)").first.wait_for()
+    page.locator("#jumps button").first.click()
     page.wait_for_timeout(1000)
-    top, bottom = (page.locator(place).bounding_box() for place in ("#closer", "#exits"))
+    top, bottom = (page.locator(place).first.bounding_box() for place in (".policy", "#exits :is(svg, canvas)"))
     assert top is not None
     assert bottom is not None
-    start = top["y"] + page.evaluate("scrollY")
-    size = {"width": 1200, "height": bottom["y"] + bottom["height"] - top["y"] + 15}
+    start = top["y"] + page.evaluate("scrollY") - 10
+    size = {"width": 1000, "height": bottom["y"] + bottom["height"] - top["y"] + 10}
     page.screenshot(path=FIGURES / "page_threshold.png", full_page=True, clip={"x": 0, "y": start, **size})
 
 
@@ -124,7 +125,7 @@ def photograph(report: Path, picture: Callable[[Page], None]) -> None:
     browser_path = find()
     if browser_path is None:
         raise SystemExit("There is no Chromium; run: make browser")
-    size: dict[str, Any] = {"width": 1200, "height": 680, "device_scale_factor": 1.5}
+    size: dict[str, Any] = {"width": 1000, "height": 800, "device_scale_factor": 1.6}
     with started(browser_path) as browser, opened(browser, report / "report.html", folded=True, **size) as page:
         page.locator("body[data-drawn]").wait_for()
         picture(page)
