@@ -85,7 +85,7 @@ def pages() -> Iterator[tuple[str, str, str]]:
     parser = make_parser()
     yield "help", "loopscope", "\n\n".join(f"{text}." for text in VERBS.values())
     for path, verb in _verbs(parser):
-        notes = re.sub(r"(?m)^  .*\n?", "", inspect.cleandoc(verb.epilog or "").removeprefix("examples:"))
+        _, _, notes = inspect.cleandoc(verb.epilog or "").partition("\n\n")  # after the examples
         helps = [f"{action.help[:1].upper()}{action.help[1:]}." for action in verb._actions[1:] if action.help]
         yield "help", f"loopscope {path}", "\n\n".join([inspect.cleandoc(verb.description or ""), notes, *helps])
     for name in ls.__all__:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,8 @@ class Page:
         code = code.replace('"gsm8k"', '"my_task.yaml"')
         code = code.replace('ls.train("demo", ', f'ls.train("demo", overrides={self.world.trained[1::2]}, folder=')
         self.world.supply("my_task.yaml")
-        with redirect_stdout(io.StringIO()) as printed:
+        with redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # such as a caution that the example has copies
             exec(compile(code, "snippet", "exec"), names)
         return printed.getvalue()
 

@@ -213,7 +213,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--open": ("open the page of the report in the browser", {}),
     "--style": ("width of the figures: a page's, or a column's", {"choices": ("page", "paper"), "default": "page"}),
     "--product NAME": ("make only this product or group: overview, ouro, paper (repeatable)", {"action": "append"}),
-    "--reference RUN": ("run or recordings to compare with: a path, or the name of a run given or beside one", {}),
+    "--reference RUN": ("run or recordings to compare with: a path, or the name of a run", {}),
     "--rounds N": ("rounds to measure after the warm-up", {"type": rounds, "default": 5}),
     "--seed N": ("random seed", {"type": whole, "default": 0}),
     "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),
