@@ -54,7 +54,8 @@ def _log_lines(title: str, out: TextIO, unit: str) -> ProgressCallback:
     def advance(done: int, total: int, note: str) -> None:
         nonlocal first, last
         now = time.monotonic()
-        first = first or (now, done)
+        if first is None or done < first[1]:  # a resumed run may go back to its last checkpoint
+            first = now, done
         if done < total and (now - last < _LOG_SECONDS or done == first[1]):
             return
         last = now

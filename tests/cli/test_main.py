@@ -216,6 +216,18 @@ def test_progress_in_a_log_has_the_time_left(
     assert lines[-1].startswith("training: 4/4, 0 s left")
 
 
+def test_work_that_goes_back_is_counted_from_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed study first counts the steps that its last checkpoint did not keep."""
+    now = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    with track("study") as advance:
+        for step in (600, 500, 600):
+            advance(step, 1000, "")
+    assert capsys.readouterr().err.splitlines() == ["study: 600/1,000, 4 min left. "]
+
+
 def test_a_device_without_room_is_a_sentence(
     checkpoint: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
