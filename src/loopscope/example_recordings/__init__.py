@@ -1,4 +1,4 @@
-"""Which recordings come with LoopScope? Those of five models like the demo's, small enough to be tried right after installation.
+"""Which recordings come with LoopScope? Those of five models like the demo's, to be tried right after installation.
 
 `demo/MODEL/SPLIT` is a recording like any other. `scripts/example_recordings.py` made it of a run of `loopscope demo`:
 some of the examples, in half precision, with the logits of the two answers and the largest of all others.
