@@ -73,7 +73,7 @@ class OperatingPoint:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Order points as calibration data prefer them: the most accurate first, then fewer loops."""
+        """Order points by their calibration results: the most accurate first, then fewer loops."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
@@ -316,7 +316,7 @@ def _as_accuracy(value: float) -> float:
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
-    """Sweep the thresholds of a readout: what does each cost in loops, and how accurate is it?
+    """Sweep the thresholds of a readout: how many loops does each take, and how accurate is it?
 
     Parameters
     ----------

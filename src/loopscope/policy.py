@@ -323,7 +323,7 @@ class ExitPolicy:
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
         """Reject another model, another full depth or another kind of decisions than the policy is for.
 
-        Only what both sides state is compared.
+        Values that one side does not know are not compared.
 
         Parameters
         ----------

@@ -86,7 +86,7 @@ class Trajectory:
         [N, T] halt logits of the model's own gate. Their sigmoid is the probability of halting at a loop, given that
         the row did not halt before. The last loop always halts.
     split
-        "train", "validation", "test" or "extrapolation". LoopScope chooses nothing on the last two.
+        "train", "validation", "test" or "extrapolation". LoopScope chooses no threshold on the last two.
     predictions, label_log_probs
         [N, T] in place of logits: the predicted class and the log-probability of the label.
     signals
@@ -249,14 +249,14 @@ class Trajectory:
         )
 
     def with_signals(self, signals: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
-        """Add signals, and keep what was computed already.
+        """Add signals to a copy of the recording.
 
         Parameters
         ----------
         signals
             Values [N, T] by names that begin with `gate:` or `stopper:`.
         provenance
-            What the new recording says of itself.
+            The provenance of the new recording.
 
         Returns
         -------
@@ -401,7 +401,7 @@ class Trajectory:
         return {kind: keys.sketch() for kind, keys in self.row_keys.items()}
 
     def num_shared(self, other: "Trajectory | Mapping[str, KeySketch]") -> int:
-        """Count the examples that another recording holds, too, beyond what chance explains.
+        """Count the examples that another recording also holds, beyond chance.
 
         Examples are recognised by their texts if both recordings have them, else by rounded answers.
 

@@ -435,6 +435,8 @@ def test_on_paper_it_is_unfolded_with_its_figures(report: tuple[Path, Results], 
         tab.emulate_media(media="print")
         assert tab.evaluate(unfolded) == tab.locator("details.fold").count()
         assert not tab.locator("nav").is_visible()
+        key = tab.locator(".legend label:visible")
+        assert key.count() == tab.locator(".legend fieldset input:checked").count()
         cut = "[...document.querySelectorAll('.scroll')].filter((it) => getComputedStyle(it).overflow !== 'visible')"
         assert tab.evaluate(f"{cut}.length") == 0
         tab.emulate_media(media="screen")

@@ -73,7 +73,7 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 class Comparison(Tabular):
     """Hold the differences of two readouts, the first minus the second, with 95 % intervals.
 
-    `compare` makes it. It prints as its sentence and its table.
+    `compare` makes it. Printing it shows the sentence and the table.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def compare(
     target
         The accuracy of D@X, or a `Target` (default: 1 point below full depth, of the lower model).
     other_name, name
-        What the sentence calls the two models.
+        Names of the two models for the sentence.
 
     Returns
     -------

@@ -58,7 +58,7 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 class Diagnosis(Tabular):
     """Hold the verdict on a model, and the gaps that it rests on.
 
-    `diagnose` makes it. It prints as its sentence and its table.
+    `diagnose` makes it. Printing it shows the sentence and the table.
 
     Parameters
     ----------

@@ -48,7 +48,7 @@ class GuaranteeCheck:
 
 @dataclass(frozen=True)
 class HeldOut(Tabular):
-    """Hold how a policy did on examples that had no part in its calibration.
+    """Hold how a policy did on examples that calibration did not use.
 
     `check_policy` makes it.
 
@@ -103,7 +103,7 @@ def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     policy
         A policy, calibrated or not.
     recording
-        Examples that had no part in its calibration: a recording, on which it is replayed, or a live run.
+        Examples that calibration did not use: a recording or a live run.
 
     Returns
     -------

@@ -46,7 +46,7 @@ class TransferResult:
     readout, threshold
         The rule.
     gap
-        The difference in D@X, with thresholds as they lie in the other model's validation data.
+        The difference in D@X, with thresholds that suit the other model's validation data.
     accuracy, average_loops
         The results at the rule's own threshold.
     selected

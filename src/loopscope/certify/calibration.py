@@ -76,7 +76,7 @@ def calibrate(
     bound: Bound = "betting",
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
-    """Choose a threshold that is guaranteed to lose little against full depth.
+    """Choose an exit threshold with a guarantee on the loss against full depth.
 
     With probability `confidence` over the draw of the recording, the policy loses at most `max_drop`. LoopScope warns
     you if the guarantee is weaker than it looks, for instance because inputs are copies.

@@ -273,7 +273,7 @@ class Monitor:
         Parameters
         ----------
         recording
-            Examples that had no part in calibration.
+            Examples that calibration did not use.
         audit
             The share whose losses are seen, drawn by lot (default: all, or none for a guarantee in expectation).
         stream

@@ -1,6 +1,6 @@
 """Adaptive depth in looped Transformers: blame the trajectory, or the readout?
 
-All of it at once, on a small task (about 10 minutes on two CPU cores):
+All of it at once, on a small task (a few minutes on two CPU cores):
   loopscope demo --out runs/demo
 
 The paper's study, scaled down to some six hours of one CPU core:

@@ -60,7 +60,7 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
-    deeper = "run so many loops, fewer or more than in training (default: as many)"
+    deeper = "number of loops to run (default: as in training)"
     option(parser, "--loops N", deeper, type=loops)
     option(parser, "--batch-size N", "rows to run at a time", default=256)
     option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)

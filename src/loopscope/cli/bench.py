@@ -59,7 +59,7 @@ def define(subparsers: Any) -> None:
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: every one)"
     option(parser, "--cache MODE", caches, action="append", choices=get_args(CacheMode))
     option(parser, "--lossless", "measure lossless text, too, drafted by each rule")
-    option(parser, "--plain", "measure full depth as public implementations write it, too")
+    option(parser, "--plain", "measure full depth with padded rows, too, as public implementations run it")
     option(parser, "--prompts N", "documents to continue", default=16)
     option(parser, "--prompt-tokens N", "tokens that are given", default=64)
     option(parser, "--new-tokens N", "tokens that follow", default=64)
@@ -149,8 +149,8 @@ def _bench_generation(options: argparse.Namespace) -> None:
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --readout top1 --threshold 0.8 --lossless --plain
 
-    Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
-    text writes as many of its own, which are held against full depth's.
+    Every policy and cache continues the beginnings of documents with their real next tokens, so all see the same
+    tokens. Lossless text writes as many tokens of its own, and they are compared with the text of full depth.
     """
     if len(options.readout) != len(options.threshold) or not options.policy + options.readout:
         raise UserError("Give a --policy, or every --readout with its --threshold.")

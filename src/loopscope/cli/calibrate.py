@@ -14,7 +14,7 @@ A run stands for its validation recording. With probability --confidence over th
 loses at most --max-drop against full depth.
 
 A fifth of the recording (the selection split) gives the thresholds and chooses the readouts, the rest tests them;
---grid gives them from another recording. Refused where that cannot be proven, with the number of examples it takes.
+--grid gives them from another recording. If that cannot be proven, calibrate says how many examples it takes.
 
 A guarantee for text holds for one cache: that of a recording is `full`, another takes a live run.
 docs/explanation/guarantees.md says what the guarantee assumes.
@@ -59,7 +59,7 @@ def define(subparsers: Any) -> None:
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
     methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
-    bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
+    bounds = "test of sequences: betting (default), or hoeffding_bentkus, which uses only the mean of their losses"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recording_argument)
     option(parser, "--per-difficulty", "guarantee it at every difficulty")

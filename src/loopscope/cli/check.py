@@ -68,8 +68,8 @@ def _monitor(options: argparse.Namespace) -> int:
     loopscope monitor runs/demo/fixed-geometric --policy policy.json --stream
 
     Two tests run: do the exits, and the losses of the audited examples, still look like calibration? The examples are
-    played in random order. With --stream they are played in their own order, and an alarm names the example since which
-    they differ. The exit code is 1 if there is an alarm. If the guarantee is one in expectation, only the exits are
+    played in random order. With --stream they are played in their own order, and an alarm names the example where the
+    change began. The exit code is 1 if there is an alarm. If the guarantee is one in expectation, only the exits are
     watched.
     """
     policy, recording = _read(options)

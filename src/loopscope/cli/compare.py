@@ -6,8 +6,8 @@ loopscope compare runs/demo/linear-gate gate margin \\
 # recorded with --hidden
 loopscope compare runs/mine gate:linear margin --fitted gates/linear
 
-Both at the threshold that validation chooses, and (--at) at the least depth that reaches an accuracy. With --with, the
-second readout runs on another model's recordings of the same examples.
+Both are compared at the threshold that validation data choose and, with --at, at the least depth that reaches an
+accuracy. With --with, the second readout runs on another model's recordings of the same examples.
 """
 
 import argparse

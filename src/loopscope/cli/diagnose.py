@@ -5,7 +5,7 @@ loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
     --unseen
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
-A run needs its validation and test splits recorded; a folder that holds two recordings named so will do. example:demo
+Give a run whose validation and test splits are recorded, or a folder with two recordings of these names. example:demo
 comes with LoopScope: the demo's linear gate, against its fixed prior. example:demo/mlp-gate is another of its models.
 """
 

@@ -67,8 +67,7 @@ def execute(options: argparse.Namespace) -> None:
     given.
 
     linear and mlp read states, so the recording keeps them (--hidden). A stopper reads all recorded signals of a loop
-    and of the one before: induction, by backward induction, how much going on is worth; classifier, whether exiting
-    loses.
+    and of the one before. induction: the gain of going on, by backward induction. classifier: whether exiting loses.
     """
     is_stopper = options.kind in _STOPPERS
     theirs, others = (_OF_STOPPERS, _OF_GATES) if is_stopper else (_OF_GATES, _OF_STOPPERS)

@@ -11,11 +11,10 @@ loopscope generate MODEL --prompts prompts.jsonl --loops 3 \\
 loopscope generate runs/small-ouro "Question: " --readout top1 \\
     --threshold 0.8 --lossless
 
-A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. In a
-file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}, which may
-have a rule of its own beside it: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in the order
-of the prompts. With --out, texts that are finished are kept in FILE.unfinished until all are: after an interruption
-the same command goes on from there.
+A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. A file
+of prompts has one prompt per line. In a .jsonl file a line is {"prompt": ...} or {"messages": [...]}. It may name its
+own rule, too: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in the order of the prompts.
+With --out, finished texts are kept in FILE.unfinished; after an interruption the same command continues from there.
 """
 
 import argparse

@@ -8,9 +8,9 @@ loopscope harness MODEL --tasks mmlu --policy policy.json \\
     --data data/benchmarks
 loopscope harness MODEL --tasks my_task.yaml --json
 
-Tasks have lm_eval's names, or are the paths of their definitions; shots are the task's own unless --shots says so. The
-average loops that were used stand beside the results: of a question, or of a token of text. docs/how-to/lm-eval.md says
-how a policy decides, and how lm_eval is called from Python.
+Tasks have lm_eval's names, or are the paths of their definitions; --shots changes the task's own number of few-shot
+examples. The results name the average loops of a question, or of a token of text. docs/how-to/lm-eval.md says how a
+policy decides, and how lm_eval is called from Python.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "--tasks NAME", "names of lm_eval's tasks, or files that define some", nargs="+", required=True)
     depth = parser.add_mutually_exclusive_group()
-    option(depth, "--loops N", "run so many loops of every token (default: all)")
+    option(depth, "--loops N", "number of loops to run for every token (default: all)")
     option(depth, "--policy FILE", "policy file to exit by")
     inputs.add_policy_options(parser)
     option(parser, "--limit N", "run only the first N documents of every task")

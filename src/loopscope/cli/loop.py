@@ -9,7 +9,7 @@ loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
 
 Takes Llama, SmolLM, Mistral, Qwen 2 and Qwen 3 in the layout of the Hub, or as a GGUF file. The first layers run once,
 those after them in every loop, the rest and the head at every exit. Layers are counted from 0, and without those that
-are dropped. With all layers and no damping, loop 1 is the original model. Nothing is trained.
+are dropped. If no layer is dropped and nothing is damped, loop 1 is the original model. Nothing is trained.
 """
 
 import argparse

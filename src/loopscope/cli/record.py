@@ -45,7 +45,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--examples N", "number of examples to record (default: the task's)")
     levels = "range of difficulties, such as 11-14 (default: the task's)"
     option(parser, "--levels A-B", levels, type=number_range)
-    option(parser, "--loops N", "run so many loops, fewer or more than in training (default: as many)", type=loops)
+    option(parser, "--loops N", "number of loops to run (default: as in training)", type=loops)
     option(parser, "--no-logits", "keep signals and predictions in place of the logits")
     where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
@@ -58,7 +58,7 @@ def define(subparsers: Any) -> None:
     option(parser, "files", "text files to record", **files)
     option(parser, "--split NAME", role, **roles)
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
-    option(parser, "--limit N", "record at most so many tokens")
+    option(parser, "--limit N", "the largest number of tokens to record")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", "--compile", *COMPUTE)
     inputs.add_custom_readouts(parser)
@@ -73,7 +73,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--loss", "what counts as lost, as in `calibrate` (default: disagreement)", choices=get_args(Loss))
     replayed = "readout of the candidates (default: auto, the one with the fewest loops in a replay)"
     option(parser, "--readout NAME", replayed, type=inputs.readout_name)
-    option(parser, "--candidates N", "run at most so many candidates (default: 12)")
+    option(parser, "--candidates N", "largest number of candidates to run (default: 12)")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     option(parser, "--batch-size N", "windows to run at a time", default=32)
@@ -83,7 +83,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
     option(parser, "--split NAME", role, **roles)
-    option(parser, "--limit N", "record at most so many questions")
+    option(parser, "--limit N", "the largest number of questions to record")
     option(parser, "--mean-state", "read gate and state as means over the choices' tokens")
     option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
@@ -130,7 +130,7 @@ def _record_text(options: argparse.Namespace) -> None:
         --limit 100000 --hidden --out recordings/train
 
     A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Guarantees
-    count documents, so give many. --split says what the text is to the model: calibrating on test is refused, for
+    count documents, so give many. --split names the role of the text; LoopScope rejects calibrating on test, for
     instance.
     """
     out = _out(options, options.split)
@@ -169,9 +169,9 @@ def _record_live(options: argparse.Namespace) -> None:
         --cache propagate --policy text.json --out rec/check
     loopscope check rec/check --policy text.json
 
-    With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing
-    of them. A fifth of the documents of --recording is used to select candidates, from cautious to bold; the others run
-    token by token with each, up to the first that is not proven to lose at most --max-drop.
+    With the caches propagate and latest, later tokens see other keys than at full depth, so a recording cannot show
+    their answers. A fifth of the documents of --recording selects candidates, from cautious to bold. The other
+    documents run token by token with each candidate, up to the first that is not proven to lose at most --max-drop.
     """
     risk_options = given(options, "max_drop", "confidence", "loss", "readout")
     inputs.check_readouts(*filter(None, [options.readout]), auto=True)

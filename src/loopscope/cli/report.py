@@ -46,7 +46,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
     option(parser, "--fitted DIR", inputs.GATES, action="append")
-    crossed = "replay the rules of every run on the others, too: does a gate, stopper or threshold of one stop another?"
+    crossed = "replay the rules of every run on the others, too"
     option(parser, "--transfer", crossed)
     option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
     add_shared(parser, "--at X", action="append")

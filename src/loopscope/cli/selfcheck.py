@@ -5,9 +5,9 @@ loopscope selfcheck ByteDance/Ouro-1.4B --device cuda --dtype bfloat16
 loopscope selfcheck MODEL --text my.txt --json
 loopscope selfcheck MODEL --only cache --only replay
 
-The contract of a model, low precision against float32, batch against single, cached against uncached, replay against
-live, and the measured speed-up of fewer loops. The exit code is 1 if a check fails; of low precisions, that of --dtype
-is judged.
+Check the contract of a model, and compare low precision with float32, a batch with single rows, cached with uncached,
+replay with live. Then measure the speed-up of fewer loops. The exit code is 1 if a check fails; of low precisions, that
+of --dtype is judged.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "selfcheck", __doc__, execute)
     option(parser, "model", "a run's folder, the folder of a checkpoint, or its name on the Hub")
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
-    option(parser, "--text FILE", "text to check on (default: a sample of our own)", type=text_file)
+    option(parser, "--text FILE", "text to check on (default: a sample that LoopScope has)", type=text_file)
     kinds = f"check only this: {', '.join(KINDS)} (repeatable; default: all)"
     option(parser, "--only KIND", kinds, action="append", choices=KINDS)
     option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)
@@ -64,7 +64,7 @@ def execute(options: argparse.Namespace) -> int:
             text,
             kinds=options.only or KINDS,
             **given(options, "dtype", "rounds"),
-            source="a sample of our own" if options.text is None else str(options.text),
+            source="a sample that LoopScope has" if options.text is None else str(options.text),
             progress=advance,
         )
     show(found, options.json, lambda: _print(found))

@@ -61,7 +61,7 @@ def define(subparsers: Any) -> None:
         benchmarks = "name of a benchmark (repeatable)"
         option(group, "--benchmark NAME", benchmarks, action="append", dest="benchmarks", default=None)
         option(group, "--data DIR", "folder with the benchmarks' files (default: from the Hub)", type=str)
-        option(group, "--limit N", "take at most so many questions of every split")
+        option(group, "--limit N", "largest number of questions of every split")
         option(group, "--dtype NAME", "precision: float32, bfloat16, float16 or int8", choices=PRECISIONS)
         parser.set_defaults(product=(), style="page")  # of all but `report`
         if name == "plan":
@@ -104,7 +104,7 @@ def _add_execution(parser: Parser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Make whatever is missing, then the report.
+    """Make all that is missing, then the report.
 
     loopscope study run mano
     loopscope study run mano --workers 4 --threads 2
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> None:
     loopscope study run ouro --model runs/small-ouro --data data/benchmarks \\
         --limit 100 --dtype float32
 
-    An interrupted study continues with the same command. Whatever another study made already is used again.
+    An interrupted study continues with the same command. Artifacts of other studies are used again.
     """
     expanded = _expand(options)
     from loopscope.studies.executors import run_study, training_left, training_time
@@ -224,7 +224,7 @@ def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    """List what a study makes, and what of it is there.
+    """List the artifacts of a study, and which of them exist.
 
     loopscope study plan mano
     loopscope study plan paper --tflops 40  # the GPU hours at this rate

@@ -1,4 +1,4 @@
-"""Which recordings come with LoopScope? Those of the demo's models, small enough to be tried right after installation.
+"""Which recordings come with LoopScope? Those of five models like the demo's, to be tried right after installation.
 
 `demo/MODEL/SPLIT` is a recording like any other. `scripts/example_recordings.py` made it of a run of `loopscope demo`:
 some of the examples, in half precision, with the logits of the two answers and the largest of all others.
@@ -38,8 +38,8 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     Parameters
     ----------
     name
-        The example (default: "demo"). "demo" has the five models of `loopscope demo`: two with a fixed prior, two with
-        a jointly trained gate, one with a decoupled gate.
+        The example (default: "demo"). "demo" has five models like those of `loopscope demo`, trained for 2,400 steps:
+        two with a fixed prior, two with a jointly trained gate, one with a decoupled gate.
 
     Returns
     -------

@@ -51,8 +51,8 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 class Stopper:
     """Decide by a forest on all recorded signals, at a loop and the one before it.
 
-    `fit_stopper` makes it. Its readout is `stopper:NAME`. An `induction` stopper values going on by backward induction,
-    so that its threshold is the price of a loop; a `classifier` gives the probability that exiting loses.
+    `fit_stopper` makes it. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on by
+    backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting loses.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ class Stopper:
     roots
         [T-1, K] the first node of every tree.
     feature, threshold, below, above
-        [M] what each node asks, and where it goes on; a leaf goes on to itself.
+        [M] the test of each node, and its next nodes; a leaf leads to itself.
     value
-        [M, G] what going on gains at each price; [M, 1] the probability, of a classifier.
+        [M, G] the gain of another loop at each price; for a classifier [M, 1] probabilities.
     prices
         [G] prices of a loop, rising from 0; empty for a classifier.
     provenance
@@ -216,7 +216,7 @@ class Stopper:
         Returns
         -------
         NDArray[np.float64]
-            [N, T] the signal; 0 at full depth, where nothing is left to gain.
+            [N, T] the signal; 0 at full depth.
 
         Raises
         ------
@@ -231,7 +231,7 @@ class Stopper:
         return result
 
     def step(self, now: Array, state: State | None) -> tuple[Signal, State]:
-        """Compute its signal for rows that are at loops of their own.
+        """Compute its signal for rows at different loops.
 
         Parameters
         ----------

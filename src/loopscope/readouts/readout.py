@@ -62,12 +62,12 @@ class Readout:
     exits
         "above" or "below": the side of the threshold on which an example exits. Equal values exit, too.
     reads
-        What the step gets of a loop: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
+        The input of the step: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
     step
         `step(now)` returns the signal [N]. `step(now, state)` returns the signal and the state for the next loop, a
         tuple of arrays with a row for every row; the state is None at loop 1. A signal is NaN if it has no value yet.
     takes
-        What its threshold is: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
+        The kind of its threshold: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
 
     Raises
     ------
@@ -138,7 +138,7 @@ class Readout:
         Parameters
         ----------
         now
-            What the step reads, a row for every row.
+            The input of the step, one row for every row.
         state
             The state after the loop before; None at loop 1.
 
@@ -237,7 +237,7 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
     exits
         "above" or "below": the side of the threshold on which an example exits.
     reads
-        What the step gets of a loop: "logits", "hidden", "gate_logits" or "predictions".
+        The input of the step: "logits", "hidden", "gate_logits" or "predictions".
 
     Returns
     -------

@@ -72,7 +72,7 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     objective
-        Objectives that gate and prior do not decide: built-in ones, or custom functions as module:function. Custom ones
+        Further objectives: built-in names, or custom functions as module:function. Custom ones
         have neither prior nor beta.
     gate
         Gates: "none", "linear", "mlp".

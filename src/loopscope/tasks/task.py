@@ -101,7 +101,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def symbols(self) -> list[str]:
-        """List what an input is made of, as a person reads it; their numbers are the tokens."""
+        """List the symbols of inputs, as a person reads them; their indices are the tokens."""
 
     @property
     @abstractmethod
@@ -137,7 +137,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         NDArray[np.int64]
-            [N, M - 2] numbers of symbols; LoopScope ignores what stands beyond the end of an input.
+            [N, M - 2] indices of symbols; LoopScope ignores what follows the end of an input.
         """
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         NDArray[np.int64]
-            [N] the right answers, as numbers of symbols.
+            [N] the right answers: the index of a symbol.
         """
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
@@ -206,7 +206,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         row
-            Numbers of symbols.
+            Indices of symbols.
 
         Returns
         -------
@@ -329,7 +329,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         name
             "train", "validation", "test" or "extrapolation".
         size
-            Take the first so many (default: all).
+            The number of examples to take from the beginning (default: all).
         levels
             Difficulties (default: those of training); extrapolation needs them.
 

@@ -56,7 +56,7 @@ class LoopLosses:
     step
         The step of training, from 0.
     detached_gate_logits
-        The same numbers, whose gradient ends at the gate.
+        The same numbers, with gradients that end at the gate.
     steps
         All steps of the run.
 

@@ -100,7 +100,7 @@ def _write_card(card: Path, model: Any, policy: ExitPolicy | None, diagnosis: Di
 def _section(model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> Iterator[str]:
     loops = model.num_loops
     yield f"## Adaptive depth\n\nA looped model: it applies the same layers up to {loops} times to every token.\n"
-    yield "```python\nimport loopscope.integrations.transformers  # pip install loopscope[transformers]"
+    yield "```python\nimport loopscope.integrations.transformers  # github.com/loopscope/loopscope, with [transformers]"
     yield "from transformers import AutoModelForCausalLM\n"
     yield "model = AutoModelForCausalLM.from_pretrained(...)  # this repository, or its folder"
     if policy is None:
