@@ -5,7 +5,7 @@ import pytest
 from tiny_language import MODELS
 
 import loopscope as ls
-from loopscope.bench.padded_generation import plain_text
+from loopscope.bench.text_timing import plain_text
 from loopscope.engine.generation import Prompt, generate
 
 

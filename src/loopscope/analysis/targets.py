@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binom
 
-from loopscope.chance import SIGNIFICANCE, beats_guessing, guess_accuracy
+from loopscope.certify.cautions import SIGNIFICANCE, beats_guessing, guess_accuracy
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 

@@ -1,13 +1,23 @@
-"""What should be known of a guarantee that was made, although nothing about it is wrong? Said in words, as warnings."""
+"""What should be known of a guarantee that was made, although nothing about it is wrong? Said in words, as warnings.
+
+A model that is right no more often than a guess is the first of it; a diagnosis asks here, too.
+
+Shapes: N examples, M other examples, T loops, V classes.
+"""
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom
 
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import population
-from loopscope.chance import beats_guessing, guess_accuracy
 from loopscope.policy import ExitPolicy, Loss
 from loopscope.trajectory import Trajectory
 
+SIGNIFICANCE = 0.05
 _AT_CHANCE: dict[Loss, str] = {
     "gap": "So there is little that exiting early could lose.",
     "disagreement": "So an answer that agrees with full depth is not a right one.",
@@ -66,3 +76,22 @@ def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:
             f"The model is not above chance: full depth is right in {100 * right.mean():.1f} % of the examples, "
             f"and a guess, or always the commonest answer, in {100 * guessed:.1f} %. {_AT_CHANCE[loss]}"
         )
+
+
+def guess_accuracy(labels: NDArray[Any], known: NDArray[Any], logits: NDArray[Any] | None = None) -> float:
+    """The accuracy [N] of drawing an answer by lot, or of always giving the label that is commonest in `known` [M].
+
+    Other data may choose that label, so that a shift of the labels is nobody's knowledge. Without `logits` [N, T, V],
+    which say how many answers an example has, nothing is drawn by lot.
+    """
+    different, counts = np.unique(known, return_counts=True)
+    commonest = float((labels == different[counts.argmax()]).mean())
+    if logits is None:
+        return commonest
+    choices = (~np.isneginf(logits[:, 0])).sum(axis=1)
+    return float(max(commonest, (1 / choices).mean()))
+
+
+def beats_guessing(right: NDArray[np.bool_], guessed: float) -> bool:
+    """Whether so many are right [N] that guessing hardly reaches it: a one-sided exact binomial test at 5 %."""
+    return bool(binom.sf(int(right.sum()) - 1, len(right), guessed) <= SIGNIFICANCE)

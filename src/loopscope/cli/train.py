@@ -88,11 +88,11 @@ def _pretrain(options: argparse.Namespace) -> None:
     for checkpoint in filter(None, (options.start, options.teacher)):
         find_model(checkpoint)
     check_run_place(options.out)
-    _text_settings(options)
+    _pretrain_settings(options)
     _train_with_workers(options, _text_run)
 
 
-def _text_settings(options: argparse.Namespace) -> Any:
+def _pretrain_settings(options: argparse.Namespace) -> Any:
     read = read_pretrain_settings if options.start is None else read_continue_settings
     return read(options.settings, options.set)
 
@@ -111,7 +111,7 @@ def _task_run(options: argparse.Namespace) -> "TaskRun":
 def _text_run(options: argparse.Namespace) -> "TextRun":
     from loopscope.training.language_run import ContinuedRun, LanguageRun
 
-    settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
+    settings, texts = _pretrain_settings(options), (tuple(options.text), tuple(options.validation))
     if options.start is None:
         return LanguageRun(settings, *texts, options.out)
     return ContinuedRun(settings, *texts, options.out, options.start, options.teacher)

@@ -11,8 +11,7 @@ from loopscope.report import tables
 from loopscope.report.channels import channel_doses, channel_table
 from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
 from loopscope.report.curves import SIGNAL_TITLES, every_group, frontier_panel, readout_lines, signal_panels
-from loopscope.report.tables import Table
-from loopscope.report.transfer_table import transfer_table
+from loopscope.report.tables import Table, transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")

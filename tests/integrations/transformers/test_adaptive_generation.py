@@ -74,6 +74,12 @@ def test_generates_under_a_policy_as_the_engine_does(folder: Path, mode: str, tm
     assert torch.equal(generated(model, **{**given, "policy": tmp_path / "policy.json"}), out.sequences)
 
 
+@pytest.mark.parametrize("ends", [[""], []])
+def test_tokens_that_end_a_text_are_numbers_of_tokens(ends: list[Any]) -> None:
+    with pytest.raises(ls.UserError, match="eos_token_id must be the number of a token"):
+        generated(loaded(OURO), policy=POLICY, max_new_tokens=2, eos_token_id=ends)
+
+
 def test_samples_under_a_policy_as_the_engine_does() -> None:
     settings = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
     texts = []

@@ -214,14 +214,14 @@ def adaptive_decoding(
     batch.layout()
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]
-    pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+    pad, ends = _special_tokens(generation_config)
     found: list[list[tuple[int, int]]] = [[] for _ in rows]
     for token in stream(
         model.looped,
         [Prompt(number, tokens) for number, tokens in enumerate(rows)],
         policy,
         max_new_tokens=generation_config.max_length - input_ids.shape[1],
-        stop=() if ends is None else ends.flatten().tolist(),
+        stop=ends,
         cache=cache,
         sampling=_sampling(generation_config),
         lossless=lossless,
@@ -233,11 +233,23 @@ def adaptive_decoding(
     if streamer is not None:
         streamer.end()
     texts = [torch.tensor(text, device=input_ids.device).view(-1, 2) for text in found]
-    padding = 0.0 if pad is None else float(pad)
-    tokens = pad_sequence([text[:, 0] for text in texts], batch_first=True, padding_value=padding)
+    tokens = pad_sequence([text[:, 0] for text in texts], batch_first=True, padding_value=pad)
     loops = pad_sequence([text[:, 1] for text in texts], batch_first=True)
     sequences = torch.cat((input_ids, tokens), 1)
     return AdaptiveGenerateOutput(sequences, loops) if generation_config.return_dict_in_generate else sequences
+
+
+def _special_tokens(config: GenerationConfig) -> tuple[int, list[int]]:
+    """The token that pads, the first that ends a text if none is named, and those that end one."""
+    pad, ends = (
+        [] if ids is None else ids.flatten().tolist() for ids in (config._pad_token_tensor, config._eos_token_tensor)
+    )
+    if config.eos_token_id is not None and not ends:
+        raise UserError(
+            f"eos_token_id must be the number of a token or a list of some, got {config.eos_token_id!r}; correct "
+            "generation_config.json."
+        )
+    return (*pad, 0)[0], ends
 
 
 class _Configured:
