@@ -1,7 +1,7 @@
-"""Compare weights that torchao quantised with the weights of the checkpoint: memory, answers, speed of text.
+"""Compare quantised weights with the weights of the checkpoint: memory, answers, speed of text.
 
 python -m benchmarks.quantised runs/small-ouro text/validation.txt
-python -m benchmarks.quantised MODEL text.txt --kind Int8DynamicActivationInt8WeightConfig --limit 2000
+python -m benchmarks.quantised MODEL text.txt --kind Int8WeightOnlyConfig --limit 2000
 """
 
 import argparse
@@ -25,6 +25,8 @@ from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.inputs import device_of
 from loopscope.cli.options import Parser, add_shared, option
+from loopscope.models.checkpoint import INT8
+from loopscope.models.linear import Int8Linear
 from loopscope.models.looped_model import LoopedModel, plain_tensors
 from loopscope.progress import ProgressCallback, track
 from loopscope.recording.text_recording import record_text
@@ -46,16 +48,23 @@ class QuantisedBench(msgspec.Struct, frozen=True):
 
 
 def linear_megabytes(model: LoopedModel) -> float:
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return sum(part.nbytes for layer in layers for _, part in plain_tensors("", layer.weight)) / 1e6
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear))]
+    tensors = [tensor for layer in layers for tensor in layer.state_dict().values()]
+    return sum(part.nbytes for tensor in tensors for _, part in plain_tensors("", tensor)) / 1e6
+
+
+def load_quantised(folder: Path, kind: str) -> LoopedModel:
+    """The model by LoopScope's own int8, or in transformers by a configuration of torchao."""
+    if kind == INT8:
+        return ls.load_model(folder, dtype=INT8)
+    config = TorchAoConfig(getattr(torchao.quantization, kind)())
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).eval().looped
 
 
 def bench_quantised(
     folder: Path, text: Path, kind: str, limit: int, rounds: int, progress: ProgressCallback
 ) -> QuantisedBench:
-    config = TorchAoConfig(getattr(torchao.quantization, kind)())
-    loaded = ls.load_model(folder, pack=False)
-    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).eval().looped
+    loaded, quantised = ls.load_model(folder, pack=False), load_quantised(folder, kind)
     sizes = linear_megabytes(loaded), linear_megabytes(quantised)
     with tempfile.TemporaryDirectory() as out:
         recordings = [
@@ -91,7 +100,7 @@ def bench_quantised(
 def define(parser: Parser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint")
     parser.add_argument("text", type=Path, metavar="TEXT", help="text whose next tokens are compared")
-    option(parser, "--kind NAME", "configuration of torchao", default="Int8WeightOnlyConfig")
+    option(parser, "--kind NAME", "int8, or a configuration of torchao", default=INT8)
     option(parser, "--limit N", "next tokens to compare", default=5000)
     add_shared(parser, "--rounds N", "--threads N", "--json")
 

@@ -104,7 +104,7 @@ def load_model(
     if dtype == INT8 and device.type != "cpu":
         raise UserError(
             "int8 weights run on the CPU here (--device cpu); on a GPU quantise with torchao, in transformers "
-            "(docs/how-to/transformers.md)."
+            "(docs/how-to/fine-tuning.md)."
         )
     path = find_checkpoint(source, revision)
     check_hashes(path)

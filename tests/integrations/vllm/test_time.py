@@ -33,6 +33,8 @@ _SIZES = {
 }
 _LOOPS = 4
 _ROUNDS, _PROMPT, _NEW = 5, 32, 32
+_IDLE = 1.2
+"""Seconds after which the processes of an engine stop looking for work in a loop, which slows down who runs next."""
 _STOP_AT_A_LOOP = 0.35
 """What the gate says at every loop; of the loops up to one it is 0.35, 0.58, 0.73."""
 _POLICIES = {"one": ls.ExitPolicy("gate", 0.3), "two": ls.ExitPolicy("gate", 0.5), "three": ls.ExitPolicy("gate", 0.7)}
@@ -125,9 +127,12 @@ def test_exits_take_less_time_than_a_compiled_engine_at_full_depth(tmp_path: Pat
             beside: dict[str, list[float]] = {"at full depth": [], 'under "two"': []}
             loops: dict[str, float] = {}
             for number in range(_ROUNDS + 1):
+                time.sleep(_IDLE)
                 (base, _), (base_prompts, _) = (full.answer(prompts[:batch], new=new) for new in (_NEW, 1))
+                time.sleep(_IDLE)
                 own_prompts, _ = adaptive.answer(prompts[:batch], "full", new=1)
                 found = {name: adaptive.answer(prompts[:batch], name) for name in names}
+                time.sleep(_IDLE)
                 own_full, own_two = (written_here(own, prompts[:batch], name) for name in ("full", "two"))
                 if not number:  # the first round warms up
                     loops = {name: float(np.mean(taken)) for name, (_, taken) in found.items()}

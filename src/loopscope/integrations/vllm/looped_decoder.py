@@ -107,6 +107,9 @@ class LoopedAttention(nn.Module):
             )
             for number in places
         )
+        if turn is not None:
+            for attention in self.attn:
+                attention.use_direct_call = True  # inside our operator, two more of vLLM's would only take time
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0) -> Tensor:
         """`loop` counts from 0; a turn says it instead, and `hidden` is then of the tokens that still run."""
@@ -137,8 +140,8 @@ class LoopedAttention(nn.Module):
         if loops:
             shape = (-1, self.key_value_heads, self.cached_width)
             key, value = (part.view(shape) for part in cache.last(self.name))
-            for loop in loops:
-                unified_kv_cache_update(key, value, self.attn[loop].layer_name)
+            for attention in islice(self.attn, loops.start, loops.stop):
+                unified_kv_cache_update(key, value, attention.layer_name)
 
     def _normed(self, norm: nn.Module, part: Tensor) -> Tensor:
         normed: Tensor = norm(part.reshape(-1, self.head_width))

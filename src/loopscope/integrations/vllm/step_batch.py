@@ -127,4 +127,7 @@ class ExitCache:
     def last(self, layer: str) -> Iterator[Tensor]:
         """[P, H] keys, then values, that the tokens that continue a text left last in a layer; zero for others."""
         for kept in self._kept[layer]:
-            yield kept.new_zeros(self._count, kept.shape[1]).index_copy_(0, self._decoding, kept)
+            if len(kept) == self._count:
+                yield kept
+            else:
+                yield kept.new_zeros(self._count, kept.shape[1]).index_copy_(0, self._decoding, kept)
