@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 import loopscope as ls
 from loopscope.cli import make_parser
@@ -30,6 +31,8 @@ from loopscope.training.training_loop import train_run
 
 GOLDEN = Path(__file__).parent / "golden"
 os.environ["COLUMNS"] = "110"  # tables are as wide as without a terminal, also under pytest-xdist, which says 80
+settings.register_profile("any machine", deadline=None)  # a busy one takes its time
+settings.load_profile("any machine")
 
 TINY = [
     *("task.modulus=3", "task.max_operations=2", "task.train_examples=600", "task.validation_examples=120"),

@@ -31,7 +31,7 @@ def test_every_point_is_the_policy_replayed(name: str) -> None:
             assert (accuracy[point], loops[point]) == accuracy_and_loops(policy, trajectory)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(["margin", "kl"]),
     st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=12),

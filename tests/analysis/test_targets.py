@@ -32,7 +32,7 @@ def bare(labels: list[int], answers: list[list[int]]) -> ls.Trajectory:
     return ls.Trajectory(labels=np.array(labels), predictions=np.array(answers))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(20, 400), st.integers(20, 400), st.floats(0.3, 1), st.floats(0.3, 1))
 def test_a_relative_target_is_a_point_below_full_depth_on_validation_data(
     rows: int, tested: int, share: float, other: float

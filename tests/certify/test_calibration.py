@@ -52,7 +52,7 @@ def test_the_losses() -> None:
     assert losses("disagreement", trajectory).tolist() == [[0, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["margin", "entropy", "fixed"]),
     st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=12),

@@ -36,7 +36,7 @@ def strictest_that_loses(recording: ls.Trajectory) -> np.ndarray:
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.sampled_from([None, 1, 4]), st.sampled_from([60, 150]))
 def test_it_lies_just_above_the_strictest_that_loses_one_too_many(seed: int, levels: int | None, rows: int) -> None:
     recording = drawn(rows, seed, levels)

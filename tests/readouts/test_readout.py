@@ -67,7 +67,7 @@ def some_trajectory(seed: int, loops: int) -> ls.Trajectory:
 
 
 @pytest.mark.parametrize("each", ALL, ids=lambda each: each.name)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7))
 def test_live_values_are_those_of_the_replay(each: ls.Readout, seed: int, loops: int) -> None:
     """Rows come at random times, leave at random times, and stand in another order every time."""

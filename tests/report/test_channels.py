@@ -81,6 +81,10 @@ def test_a_dose_is_drawn_for_every_share_of_the_gradient(results: Results) -> No
     ends = mano["data"]["values"][-1]
     assert (ends["low"], ends["high"], ends["seeds"]) == (0.4, 0.6, 2)
     assert [row["dose"] for row in parity["data"]["values"]] == [0]
+    for panel in (mano, parity):  # every dose of any panel has its place in all
+        x = panel["layer"][2]["encoding"]["x"]
+        assert x["scale"]["domain"] == [0, 1]
+        assert x["axis"] == {"values": [0, 0.5, 1], "labelExpr": "'' + datum.value"}
     (low, high) = mano["layer"][2]["encoding"]["y"]["scale"]["domain"]
     assert low < -0.25 < 0.6 < high
 

@@ -201,7 +201,7 @@ def test_only_distributions_over_all_loops_are_priors(weights: list[float], coun
             depth_prior(objective, count)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_each_channel_has_its_share_of_the_trunk_s_gradient_and_none_of_the_gate_s(
     weight: float, gradient: float

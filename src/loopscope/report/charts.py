@@ -61,7 +61,7 @@ class DosePanel:
 
 
 def dose_chart(panels: Sequence[DosePanel], dose: str, value: str) -> Drawing | None:
-    """Panels on one scale, with a dashed line at 0; `dose` and `value` are the titles of the axes."""
+    """Panels on one scale, with a dashed line at 0; `dose`, a share, and `value` are the titles of the axes."""
     panels = [panel for panel in panels if panel.lines]
     return cache(partial(_doses, panels, dose, value)) if panels else None
 
@@ -350,6 +350,8 @@ def _doses(panels: Sequence[DosePanel], dose: str, value: str, style: FigureStyl
     key = {name: _key_entry(name, colour, shape) for name, colour, shape in zip(names, cycle(MODELS), cycle(SHAPES))}
     points = [point for panel in panels for line in panel.lines.values() for point in line]
     limits = _limits([{"low": min(0.0, point.low), "high": max(0.0, point.high)} for point in points], shares=False)
+    doses = sorted({point.dose for point in points})
+    ticks = {"values": doses, "labelExpr": "'' + datum.value"}  # a format would round them
     charts = []
     for place, panel in enumerate(panels):
         rows = [
@@ -357,7 +359,7 @@ def _doses(panels: Sequence[DosePanel], dose: str, value: str, style: FigureStyl
             for name, line in panel.lines.items()
             for point in line
         ]
-        x = _quantity("dose", title=grid.x_title(place, dose), axis={"values": sorted({row["dose"] for row in rows})})
+        x = _quantity("dose", title=grid.x_title(place, dose), scale={"domain": [0, 1]}, axis=ticks)
         y = _quantity("value", title=grid.y_title(place, value), scale={"domain": list(limits), "nice": False})
         at = {"x": x, "y": y, "color": _unscaled("colour")}
         span = {**at, "y": _quantity("low", scale=y["scale"]), "y2": {"field": "high"}}
