@@ -108,6 +108,7 @@ class LoopedAttention(nn.Module):
             for number in places
         )
         if turn is not None:
+            attention: Any
             for attention in self.attn:
                 attention.use_direct_call = True  # inside our operator, two more of vLLM's would only take time
 
