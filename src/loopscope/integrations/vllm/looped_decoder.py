@@ -108,8 +108,9 @@ class LoopedAttention(nn.Module):
             for number in places
         )
         if turn is not None:
-            for attention in self.attn:  # two more operators inside ours would only take time
-                attention.use_direct_call = True  # type: ignore[assignment]
+            attention: Any
+            for attention in self.attn:
+                attention.use_direct_call = True  # inside our operator, two more of vLLM's would only take time
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0) -> Tensor:
         """`loop` counts from 0; a turn says it instead, and `hidden` is then of the tokens that still run."""
