@@ -45,9 +45,3 @@ def simulated(
 def pair(**changes: object) -> tuple[ls.Trajectory, ls.Trajectory]:
     """Validation and test."""
     return simulated("validation", **changes), simulated("test", **changes)  # type: ignore[arg-type]
-
-
-def accuracy_and_loops(policy: ls.ExitPolicy, trajectory: ls.Trajectory) -> tuple[float, float]:
-    """Accuracy and average loops of a policy replayed on a recording."""
-    loops = policy.exit_loops(trajectory)
-    return float(trajectory.correct[np.arange(len(loops)), loops - 1].mean()), float(loops.mean())

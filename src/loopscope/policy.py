@@ -527,3 +527,10 @@ def _remove_gates(path: Path) -> None:
         others = (o for o in path.parent.glob("*") if o.is_file() and o.stat().st_size < _MAX_POLICY_BYTES)
         if not any(old.name.encode() in other.read_bytes() for other in others):
             old.unlink(missing_ok=True)
+
+
+def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
+    """Accuracy and average loops of a policy replayed on a recording."""
+    loops = policy.exit_loops(trajectory)
+    right = trajectory.correct[np.arange(len(loops)), loops - 1]
+    return float(right.mean()), float(loops.mean())

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from conftest import outcome_of, random_trajectory
 from pages import TARGETS, two
-from simulated import accuracy_and_loops
 
 import loopscope as ls
 from loopscope.analysis.bootstrap import interval, resampled_curves
@@ -24,6 +23,7 @@ from loopscope.analysis.threshold_details import (
     slider_targets,
 )
 from loopscope.frontier import crossings, exit_loops, laxest_first
+from loopscope.policy import accuracy_and_loops
 from loopscope.threshold_grids import grid
 
 Made = tuple[Results, list[ThresholdDetails]]

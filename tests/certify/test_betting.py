@@ -8,7 +8,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.certify.bounds import betting_p_values, min_units, min_units_by_bets, p_values
-from loopscope.certify.losses import losses, risk_groups
+from loopscope.certify.losses import losses, lost_at, risk_groups
 from loopscope.certify.threshold_walk import Proof
 from loopscope.frontier import crossings
 from loopscope.threshold_grids import gap_grid
@@ -116,9 +116,7 @@ def test_the_losses_of_every_unit_at_every_threshold_are_those_of_the_policy() -
     found = np.concatenate(list(group.unit_losses(crossed, lost, len(thresholds), columns, order)))
     for place, column in enumerate(columns):
         loops = ls.ExitPolicy("margin", float(thresholds[column])).exit_loops(recording)
-        assert found[:, place] == pytest.approx(
-            group.means(losses("gap", recording)[np.arange(len(loops)), loops - 1])[order], abs=1e-12
-        )
+        assert found[:, place] == pytest.approx(group.means(lost_at("gap", recording, loops))[order], abs=1e-12)
 
 
 def test_a_policy_says_by_which_bound_and_the_order_is_part_of_it() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import loopscope as ls
 from loopscope.certify.bounds import max_losses
-from loopscope.certify.losses import losses
+from loopscope.certify.losses import lost_at
 from loopscope.certify.not_proven import NotProven
 from loopscope.policy import Certificate
 
@@ -32,7 +32,7 @@ def strictest_that_loses(recording: ls.Trajectory) -> np.ndarray:
     found = np.full(recording.num_examples, -np.inf)
     for threshold in np.unique(recording.signals["margin"]):
         loops = ls.ExitPolicy("margin", float(threshold)).exit_loops(recording)
-        found[losses("gap", recording)[np.arange(len(loops)), loops - 1]] = threshold
+        found[lost_at("gap", recording, loops)] = threshold
     return found
 
 

@@ -16,7 +16,7 @@ from chromium import opened
 from conftest import outcome_of
 from pages import HOSTILE, hostile, never_exits, predictions_only, source, two, with_policy, written
 from playwright.sync_api import Browser, Page
-from simulated import accuracy_and_loops, pair
+from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.bootstrap import interval, resampled_curves
@@ -25,6 +25,7 @@ from loopscope.analysis.model_analysis import ModelRecordings
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import OUTCOMES
 from loopscope.paper.counterparts import PRODUCTS
+from loopscope.policy import accuracy_and_loops
 from loopscope.report.verdicts import needed_loops
 from loopscope.threshold_grids import available_readouts
 

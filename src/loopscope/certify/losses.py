@@ -118,6 +118,11 @@ def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
     return np.asarray(trajectory.predicted != trajectory.predicted[:, -1:])
 
 
+def lost_at(loss: Loss, trajectory: Trajectory, loops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] what exits at these loops [N] lose."""
+    return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
+
+
 class Population(Protocol):
     """For which examples a guarantee is asked, or was made."""
 
