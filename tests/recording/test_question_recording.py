@@ -18,6 +18,7 @@ from loopscope.questions import BENCHMARKS, EncodedQuestion, Question, benchmark
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording import question_recording
 from loopscope.recording.question_recording import question_requests, record_benchmark
+from loopscope.recording.recording_folder import unfinished_folder
 
 BATCH = 3000
 """Tokens: a few batches of the questions below."""
@@ -265,3 +266,11 @@ def test_other_shots_are_other_questions(checkpoint: Path, data: Path, tmp_path:
     assert len(asked) > len(alone)
     with pytest.raises(ls.UserError, match="ARC-Easy"):
         recorded(10_000)
+
+
+def test_unfinished_parts_lie_beside_the_folder_whatever_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert unfinished_folder(Path("")) == unfinished_folder(Path(".")) == Path(f"{tmp_path}.unfinished")
+    assert unfinished_folder(Path("out")) == tmp_path / "out.unfinished"

@@ -219,6 +219,7 @@ def resume_or_make(out: Path, existing: Callable[[], T | None], make: Callable[[
 
 
 def unfinished_folder(out: Path) -> Path:
+    out = out.absolute()  # "." has no name
     return out.with_name(f"{out.name}.unfinished")
 
 
