@@ -272,5 +272,5 @@ def test_unfinished_parts_lie_beside_the_folder_whatever_it_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert unfinished_folder(Path("")) == unfinished_folder(Path(".")) == Path(f"{tmp_path}.unfinished")
+    assert unfinished_folder(Path()) == unfinished_folder(Path()) == Path(f"{tmp_path}.unfinished")
     assert unfinished_folder(Path("out")) == tmp_path / "out.unfinished"
