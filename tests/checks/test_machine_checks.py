@@ -64,7 +64,7 @@ def test_low_precision_passes_and_a_text_is_named(tmp_path: Path, capsys: pytest
     for dtype, kinds in (("bfloat16", ("batch", "cache")), ("float16", ("batch", "cache", "replay"))):
         assert main([*words, *only(*kinds), "--dtype", dtype, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["dtype"], found["tokens"]) == (dtype, "a sample of our own")
+        assert (found["dtype"], found["tokens"]) == (dtype, "a sample that LoopScope has")
     (tmp_path / "mine.txt").write_text("The sun is in the sea, and the sea is not. " * 20)
     assert main([*words, *only("batch"), "--text", str(tmp_path / "mine.txt")]) == 0
     assert f"checked on {tmp_path / 'mine.txt'}" in " ".join(capsys.readouterr().out.split())

@@ -82,7 +82,7 @@ def smaller(words: list[str], world: World) -> list[str]:
         case ["record", "text", *_]:
             return [*words, "--context", "16"]
         case ["record", "live", *_]:
-            return [*words, "--candidates", "3", *(() if "--policy" in words else LAX)]
+            return words if "--policy" in words else [*words, "--candidates", "3", *LAX]
         case ["record", "benchmark", *_]:
             return [*words, "--data", str(DATA), "--limit", "16"]
         case ["calibrate", *_] if of_a_model or "--per-difficulty" in words:
