@@ -22,7 +22,9 @@ function heroChart(groups) {
   const accuracies = [...new Set(needed.map(({ accuracy }) => accuracy))];
   const [accuracy, text] =
     accuracies.length === 1 ? [accuracies[0], `target: ${percent(accuracies[0])}`] : [points[0].accuracy, ""];
-  const data = { points, lanes, ends: [{ loops: 1 }, { loops: end }], targets: [{ loops: 1, accuracy, text }] };
+  // Vega warns of marks that all lack a value; those of depths that are not reached are not seen.
+  const marks = lanes.map((lane) => ({ accuracy, ...lane }));
+  const data = { points, lanes: marks, ends: [{ loops: 1 }, { loops: end }], targets: [{ loops: 1, accuracy, text }] };
   return draw($("hero"), "accuracy_against_loops", end < deepest ? CHARTS.hero_cut : CHARTS.hero, data);
 }
 
