@@ -67,6 +67,8 @@ function startTerms() {
   for (const moved of ["mouseover", "focusin"]) document.addEventListener(moved, show);
   const hide = () => (tip.hidden = true);
   document.addEventListener("focusout", hide);
-  addEventListener("scroll", hide, { passive: true });
+  // Focus may scroll the page to the term.
+  const follow = () => (!tip.hidden && document.activeElement.matches(".term") ? show({ target: document.activeElement }) : hide());
+  addEventListener("scroll", follow, { passive: true });
   addEventListener("keydown", ({ key }) => key === "Escape" && hide());
 }
