@@ -42,7 +42,11 @@ VERDICTS = [
     ("mano: the fixed prior's margin", "N/A against 2.02 [1.89, 2.99]", "the gate needs 1.75 and 2.02 loops"),
     ("mano: steps", "uniform-fixed-s0, margin falls in 9 of 25 (36 %)", "uniform: 36, 28, 24 %"),
     ("mano: steps", "geometric0.3-fixed-s2, margin falls in 5 of 25 (20 %)", "geometric: 32, 32, 20 %"),
-    ("mano: what looks odd", "D@95 = D@98 of the own gate in 8 of 20", "This happens for 8 of our 20 jointly trained gates"),
+    (
+        "mano: what looks odd",
+        "D@95 = D@98 of the own gate in 8 of 20",
+        "This happens for 8 of our 20 jointly trained gates",
+    ),
     ("mano: what looks odd", "that reaches 0.99: 3.50 ± 0.71 (2 of 3)", "the fixed depth 3.50 ± 0.71 (2 of 3) at 99 %"),
 ]
 
