@@ -8,7 +8,6 @@ so counting those crossings gives every point of the curve exactly.
 Shapes: N examples, T loops, G thresholds.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from loopscope.readouts.readout import has_threshold, required_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import is_gate
 from loopscope.scope import ANYTHING, Scope
+from loopscope.tabular import Tabular
 from loopscope.threshold_grids import eagerness, fine_grid, grid as paper_grid, in_a_gap
 from loopscope.trajectory import Trajectory
 
@@ -37,39 +37,6 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 _PIXELS_PER_POINT = 2
 _WITHOUT_LINE = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
-
-
-class Tabular(ABC):
-    """Be a table, too: columns for any library of data frames."""
-
-    @abstractmethod
-    def to_dict(self) -> dict[str, list[Any]]:
-        """List the columns by name; `pandas.DataFrame` and `polars.DataFrame` take them as they are.
-
-        Returns
-        -------
-        dict[str, list]
-            The values of every column; all columns have the same length.
-        """
-
-    def to_pandas(self) -> Any:
-        """Make a data frame of the columns.
-
-        Returns
-        -------
-        pandas.DataFrame
-            The table of `to_dict`.
-
-        Raises
-        ------
-        UserError
-            If pandas is not installed.
-        """
-        try:
-            import pandas
-        except ModuleNotFoundError:
-            raise UserError("to_pandas() needs pandas; install it, or take the columns as to_dict().") from None
-        return pandas.DataFrame(self.to_dict())
 
 
 @dataclass(frozen=True, repr=False)

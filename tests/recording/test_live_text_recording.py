@@ -14,6 +14,7 @@ import pytest
 import loopscope as ls
 from loopscope.analysis.held_out import check_policy
 from loopscope.certify.calibration import certify
+from loopscope.certify.live_candidates import candidate_p_values
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
@@ -21,7 +22,7 @@ from loopscope.cli import main
 from loopscope.engine.generation import stream
 from loopscope.engine.scheduler import close_calls
 from loopscope.recording import live_text_recording
-from loopscope.recording.live_text_recording import candidate_p_values, record_live
+from loopscope.recording.live_text_recording import record_live
 from loopscope.recording.text_recording import record_text
 from loopscope.training.language_run import LanguageRun
 from loopscope.trajectory import Trajectory

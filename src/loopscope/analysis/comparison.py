@@ -16,8 +16,9 @@ from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.analysis.verdict_text import aligned, wrapped
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
-from loopscope.frontier import Tabular, sweep
+from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy
+from loopscope.tabular import Tabular
 from loopscope.trajectory import Trajectory
 
 

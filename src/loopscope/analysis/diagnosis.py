@@ -42,9 +42,9 @@ from loopscope.analysis.verdict_text import (
 )
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
-from loopscope.frontier import Tabular
 from loopscope.leaks import check_calibration
 from loopscope.readouts.signals import own_name
+from loopscope.tabular import Tabular
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"

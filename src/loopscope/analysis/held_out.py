@@ -12,8 +12,8 @@ from loopscope.certify.bounds import risk_interval
 from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import difficulty_counts, risk_groups
 from loopscope.certify.tested_data import Outcome, check_held_out, guaranteed_part, outcome_of
-from loopscope.frontier import Tabular
 from loopscope.policy import ExitPolicy, Guarantee
+from loopscope.tabular import Tabular
 
 Verdict = Literal["kept", "not refuted", "broken"]
 _OTHER_MIX = 0.001

@@ -4,71 +4,44 @@ The documents are those of a recording, in the same windows: the first token of 
 forced, whatever the model says before them. Windows of about one length run together, in groups that are always the
 same; what is done is kept beside the live run until it is whole, so that nothing runs twice.
 
-A replay proposes the candidates: a fifth of the documents choose the readout that takes the fewest loops, and a few of
-its thresholds by the loops that they save, from cautious to bold. The order is fixed before any is run, so the walk
-along it (`certify.calibration`) may end with the first candidate that is not proven, and nobody need run those behind.
-
 Shapes: C candidates, N decisions, W windows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
-from loopscope.certify.calibration import candidate_readouts, check_live_target, check_recording, proposals, split_rows
+from loopscope.certify.live_candidates import CANDIDATES, LiveCandidates, candidate_p_values, propose_candidates
 from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
-from loopscope.certify.losses import summarise_data
-from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.certify.threshold_walk import Proof, walk_live_runs, walk_thresholds
+from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
 from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
-from loopscope.leaks import check_split
-from loopscope.learned.attach import Fitted, attach, by_readout
+from loopscope.learned.attach import Fitted
 from loopscope.model_identity import same_model, weights_of
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.tokenizer import read_documents, tokenize_documents
-from loopscope.policy import DataSummary, ExitPolicy, chosen_scope
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.recording_folder import Arrays, existing_artifact, keep_part, kept_parts, resume_or_make
 from loopscope.recording.text_recording import TextWindows, cut_documents
-from loopscope.scope import CacheMode, Scope, scope_of
+from loopscope.scope import CacheMode, Scope
 from loopscope.trajectory import Trajectory
 
 _BATCHES_TOGETHER = 8
 """Batches of windows that run, and are kept, together."""
 
-CANDIDATES = 12
-_MAX_REPLAYED_LOSS = 1.2
-"""What a candidate may lose in a replay, by what is allowed: live runs mostly lose more."""
-_ROUNDING = 1e-9
-"""Averages of loops are exact to this."""
-
 Integers = NDArray[np.int64]
-Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class LiveCandidates:
-    """What is to be run, and on which documents."""
-
-    rule: ExitPolicy  # the first
-    thresholds: Values  # [C] the most cautious first
-    readouts: list[str]  # among which the proposing documents chose
-    proposing: DataSummary | None  # None: they were given, and nothing was set aside
-    tested: Trajectory  # the recording of the documents that are to be run
 
 
 def record_live(
@@ -242,53 +215,3 @@ def _run_windows(
         written[token.key] += 1
     predictions = torch.stack(predicted).cpu().numpy()
     return {"rows": np.array(rows), "loops": np.array(loops), "predictions": predictions.astype(np.int64)}
-
-
-def propose_candidates(
-    recording: Trajectory,
-    target: RiskTarget,
-    cache: CacheMode,
-    *,
-    count: int = CANDIDATES,
-    gates: Mapping[str, Fitted] | None = None,
-    seed: int = 0,
-) -> LiveCandidates:
-    """Thresholds that a recording of a text, made at full depth, proposes to be run live with this cache."""
-    gates = {} if gates is None else gates
-    check_live_target(target)
-    check_recording(recording, gates, target.readout)
-    check_split(recording)
-    if scope_of(recording).unit != "tokens" or recording.sequences is None:
-        raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
-    proposing, tested = split_rows(recording, target, seed)
-    found, attached = summarise_data(proposing), attach(proposing, gates)
-    readouts = candidate_readouts(target, attached)
-    best = proposals(readouts, attached, tested, target)[0]
-    walk = walk_thresholds(best.readout, best.thresholds, attached, target)
-    allowed = np.flatnonzero((walk.worst(target.max_drop) <= _MAX_REPLAYED_LOSS) & (walk.loops < recording.num_loops))
-    saved = recording.num_loops - walk.loops[allowed]
-    count = min(count, len(walk.thresholds))
-    chosen: list[int] = []
-    for level in saved.max(initial=0.0) * np.arange(1, count + 1) / count:
-        within = np.flatnonzero(saved <= level + _ROUNDING)
-        if len(within) and (place := int(allowed[within[saved[within].argmax()]])) not in chosen:
-            chosen.append(place)
-    if not chosen:
-        raise NotProven(
-            f"No threshold of '{best.readout}' that lets anybody exit early loses so little, not even where it is "
-            "replayed; try another readout, or ask for less.",
-            None,
-        )
-    rule = ExitPolicy(
-        best.readout,
-        float(walk.thresholds[chosen[0]]),
-        by_readout(gates).get(best.readout),
-        scope=msgspec.structs.replace(chosen_scope(best.readout, recording), cache=cache),
-    )
-    return LiveCandidates(rule, walk.thresholds[chosen], readouts, found, tested)
-
-
-def candidate_p_values(runs: LiveRuns, target: RiskTarget, proof: Proof) -> Values:
-    """[C] of "the risk of a candidate is above the limit"."""
-    assert target.delta is not None
-    return np.asarray(walk_live_runs(runs, target).p_values(target.max_drop, target.delta, proof)[0])
