@@ -101,3 +101,13 @@ def test_texts_of_a_model_know_what_those_before_them_took() -> None:
     model = tiny_ouro()
     assert DraftSpacing(model).seconds is DraftSpacing(model).seconds
     assert DraftSpacing(tiny_ouro()).seconds is not DraftSpacing(model).seconds
+
+
+def test_texts_of_a_model_know_what_became_of_the_drafts_before_them() -> None:
+    model = tiny_ouro()
+    texts = [write(drafting(0.02, model=model), 4, [0.0, 0.0, 0.0, 1.0]) for _ in range(4)]
+    tried = [sum(spacing != Spacing(4) for spacing in chosen) for chosen in texts]
+    assert texts[0][0] != Spacing(4)
+    assert 0 < tried[0] < 20  # of 60 steps: a few tokens of four rows say enough of each spacing
+    assert sum(tried[1:]) < tried[0]
+    assert drafting(0.02, model=model).choose(4, 1, True) == Spacing(1)  # a policy drafts otherwise

@@ -6,13 +6,13 @@ flight and need fewer heads. With d = T there are no drafts: that is full depth.
 the loops between, so that one that a deeper loop would not say is replaced before the last.
 
 If b is the loop at which the right next token begins, a row takes b / d steps for a token on average; how often drafts
-stand is counted, and what a step takes is measured on the CPU while text is written. Nothing that is said depends on
-it: a draft is what full depth says, or it falls.
+stand is counted, and what a step takes is measured on the CPU while text is written. Later texts of a model in this
+process know both. Nothing that is said depends on it: a draft is what full depth says, or it falls.
 
 Shapes: T loops.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,8 @@ _SLOWER = 1.05
 _PATIENCE = (16, 256)
 """Tokens of a row at full depth before drafting is tried again: twice as many each time, up to a limit."""
 _CHOICE_EVERY = 4
-"""Tokens of a row after which the spacing is chosen again."""
+_CHOICE_EVERY_OF_ROW = 2
+"""Tokens after which the spacing is chosen again: of all rows, and of each."""
 
 
 class Spacing(NamedTuple):
@@ -90,6 +91,18 @@ _seen: WeakKeyDictionary[LoopedModel, StepSeconds] = WeakKeyDictionary()
 """What was measured in this process is known to all texts of a model."""
 
 
+class _DraftRecord:
+    """What became of drafts, and how long nothing was drafted."""
+
+    def __init__(self, spacings: Iterable[Spacing], depth: int) -> None:
+        self.counts = {spacing: _BeginCounts(spacing, depth) for spacing in spacings}
+        self.idle, self.kept, self.patience = 0, 0, _PATIENCE[0]
+
+
+_records: WeakKeyDictionary[LoopedModel, _DraftRecord] = WeakKeyDictionary()
+"""What became of drafts by loop, which depends on a model more than on its texts."""
+
+
 class DraftSpacing:
     """Of the texts that are written together."""
 
@@ -100,29 +113,31 @@ class DraftSpacing:
         between = [loops for loops in divisors if 2 * loops < depth and not model.head_attends]
         self.full_depth = Spacing(depth)
         self._drafting = [Spacing(loops) for loops in divisors] + [Spacing(loops, early=True) for loops in between]
-        self._counts = {spacing: _BeginCounts(spacing, depth) for spacing in self._drafting}
+        self._by_loop = _records.setdefault(model, _DraftRecord(self._drafting, depth))
+        self._by_policy = _DraftRecord(self._drafting, depth)  # of these texts alone: others have other policies
+        self._record = self._by_loop
         self.current, self._rows, self._since = self.full_depth, 0, 0
-        self._idle, self._kept, self._patience = 0, 0, _PATIENCE[0]
 
     def choose(self, rows: int, first: int, every_loop: bool) -> Spacing:
         """The spacing for so many rows, of which none drafts before its `first` loop; of 1, where `every_loop` is asked
         whether it drafts, or of all."""
-        if rows == self._rows and self._since < _CHOICE_EVERY * rows:
+        if rows == self._rows and self._since < max(_CHOICE_EVERY, _CHOICE_EVERY_OF_ROW * rows):
             return self.current
         self._rows, self._since = rows, 0
+        self._record = record = self._by_policy if every_loop else self._by_loop
         allowed = [each for each in self._drafting if -(-first // each.loops) * each.loops < self._depth]
         allowed = [each for each in allowed if each.loops == 1] if every_loop else allowed
-        if self._idle > self._patience * rows:
-            self._idle, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
+        if record.idle > record.patience * rows:
+            record.idle, record.patience = 0, min(2 * record.patience, _PATIENCE[1])
             for spacing in allowed:
-                self._counts[spacing] = _BeginCounts(spacing, self._depth, _RETRIAL_WEIGHT)
+                record.counts[spacing] = _BeginCounts(spacing, self._depth, _RETRIAL_WEIGHT)
         taken = {spacing: self.token_seconds(spacing, rows) * MIN_GAIN for spacing in allowed}
         taken[self.full_depth] = self.token_seconds(self.full_depth, rows)
         if self.current in taken and self.current != self.full_depth:
             taken[self.current] /= MIN_GAIN  # another one must be better, too
         best = min(taken, key=lambda spacing: taken[spacing])
-        if self._kept > _PATIENCE[1] * rows:
-            self._patience = _PATIENCE[0]
+        if record.kept > _PATIENCE[1] * rows:
+            record.patience = _PATIENCE[0]
         self.current = best
         return best
 
@@ -131,7 +146,7 @@ class DraftSpacing:
         loops, early = spacing
         if loops == self._depth:
             return self.seconds.estimate(loops, rows, rows) / rows
-        begins, wasted = self._counts[spacing].averages
+        begins, wasted = self._record.counts[spacing].averages
         in_flight = rows * (self._depth + loops * wasted) / begins
         read = in_flight if early else rows * (1 + loops / begins)
         return begins / loops * self.seconds.estimate(loops, in_flight, read) / rows
@@ -142,7 +157,7 @@ class DraftSpacing:
         Each spacing whose first loop was read is told when it would have begun the right one. Where loops between were
         not read, an early one is taken to have found it half way to full depth.
         """
-        for spacing, counts in self._counts.items():
+        for spacing, counts in self._by_loop.counts.items():
             loops, early = spacing
             boundaries = range(-(-first // loops) * loops, self._depth, loops)
             if not boundaries or boundaries[0] not in answers:
@@ -156,13 +171,13 @@ class DraftSpacing:
 
     def count_begun(self, loop: int) -> None:
         """The right next token began after this loop, where a policy says when."""
-        self._counts[self.current if self.current in self._counts else self._drafting[0]].add(loop, 1)
+        self._by_policy.counts[self.current if self.current in self._drafting else self._drafting[0]].add(loop, 1)
 
     def count_token(self) -> None:
         """A token of some row came."""
         self._since += 1
-        drafts = self.current != self.full_depth
-        self._idle, self._kept = (0, self._kept + 1) if drafts else (self._idle + 1, 0)
+        drafts, record = self.current != self.full_depth, self._record
+        record.idle, record.kept = (0, record.kept + 1) if drafts else (record.idle + 1, 0)
 
 
 class DraftGain:
