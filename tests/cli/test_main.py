@@ -240,6 +240,16 @@ def test_a_device_without_room_is_a_sentence(
     assert all(option in err for option in ("--batch-tokens", "--batch-size", "--dtype"))
 
 
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "loopscope.cli", "diagnose", "example:demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
 @pytest.mark.parametrize(
     ("words", "resumes"),
     [(("generate", "demo", "x"), False), (("train", "demo", "--out", "nowhere"), True), (("demo",), True)],

@@ -24,6 +24,7 @@ Or stage by stage:
 
 import argparse
 import os
+import select
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,9 @@ def run_command(words: Sequence[str], make: Any) -> int:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
         options.parser.check_pairs(options)
         with _warnings_as_notes():
-            return options.execute(options) or 0
+            code = options.execute(options) or 0
+        sys.stdout.flush()
+        return code
     except (UserError, ModuleNotFoundError) as error:
         shown_error = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
         if not isinstance(shown_error, UserError):
@@ -89,6 +92,8 @@ def run_command(words: Sequence[str], make: Any) -> int:
             return 0  # the first worker has the same error; failing here could end it before it has said so
         _print_error(str(shown_error))
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return 1  # as rich ends a table
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")
     except (MemoryError, RuntimeError) as error:
@@ -111,6 +116,16 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - until the end
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of standard output has stopped, as `head` does; then the rest of the output is dropped."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    closed = bool(output.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return closed
 
 
 def _print_error(text: str) -> None:

@@ -118,7 +118,7 @@ def _answer(
             total, right, taken = total + 1, right + is_right, taken + answer.loop
     if total:
         measured = f"{percent(right / total)} right, {taken / total:.2f} loops on average"
-        print_note(f"{total:,} examples under {policy}: {measured}.")
+        print_note(f"{total:,} {'example' if total == 1 else 'examples'} under {policy}: {measured}.")
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
 
