@@ -114,6 +114,7 @@ def moved(to: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
         (configured(num_hidden_layers=2), "no tensor .model.layers.1"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: expected a whole number <= 4096"),
+        (configured(max_position_embeddings=10**9), "max_position_embeddings: expected a whole number <= 67108864"),
         (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: expected"),
         (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: there is no 'yarn' here"),
         (configured(num_attention_heads=3, num_key_value_heads=3), "does not divide into 3 heads"),

@@ -84,7 +84,7 @@ def test_files_that_contradict_each_other_are_named_without_hashes_too(gated_run
     assert read_run_settings(gated_run) == tiny_settings(*GATED)
     folder = copied(gated_run, tmp_path)
     (folder / "hashes.json").unlink()
-    for content in (b"junk\n", b"", b'{"step": 12, "loss": 1.0}\n'):
+    for content in (b"junk\n", b"", b'{"step": 12, "loss": 1.0}\n', b"[" * 100_000 + b"\n"):
         (folder / "metrics.jsonl").write_bytes(content)
         with pytest.raises(ls.UserError, match=r"metrics\.jsonl was altered"):
             train(tiny_settings(*GATED), folder)

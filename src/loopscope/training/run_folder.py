@@ -148,6 +148,10 @@ def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Itera
                     (folder / name).unlink(missing_ok=True)
 
 
+_NO_METRICS = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+"""What reading lines raises that are no metrics."""
+
+
 def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
     with room_for(folder / METRICS_FILE), (folder / METRICS_FILE).open("ab") as file:
         file.write(_line(entry))
@@ -178,7 +182,7 @@ def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[
         entries = [entry for entry in map(json.loads, lines) if entry["step"] <= steps]
         if finished:
             entries[-1]["validation_accuracy"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except _NO_METRICS:
         raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.") from None
     return entries
 
@@ -187,7 +191,7 @@ def logged_steps(folder: Path) -> int:
     """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
     try:
         return int(json.loads((folder / METRICS_FILE).read_bytes().splitlines()[-1])["step"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except _NO_METRICS:
         return 0
 
 
