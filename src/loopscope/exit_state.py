@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.learned.fitted_gate import FittedGate
-from loopscope.learned.stopper import Stopper, readable
+from loopscope.learned.stopper import Stopper, readout_for_stopper
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import NOT_LIVE, Readout, required_readout
 from loopscope.readouts.replay import class_counts
@@ -50,7 +50,7 @@ class ExitState:
         self._stopper: RowStates | None = None
         followed: dict[str, Readout] = {policy.readout: definition}
         if isinstance(policy.gate, Stopper):
-            followed = {name: readable(name) for name in policy.gate.signals}
+            followed = {name: readout_for_stopper(name) for name in policy.gate.signals}
             self._stopper = RowStates(policy.gate.readout())
         self._signals = {name: RowStates(each) for name, each in followed.items()}
         self._sources: dict[str, str] = {name: str(each.reads) for name, each in followed.items()}

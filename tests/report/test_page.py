@@ -20,10 +20,10 @@ from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.bootstrap import interval, resampled_curves
-from loopscope.analysis.gaps import with_stoppers
 from loopscope.analysis.model_analysis import ModelRecordings
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import OUTCOMES
+from loopscope.learned.stopper_fitting import with_stoppers
 from loopscope.paper.counterparts import PRODUCTS
 from loopscope.policy import accuracy_and_loops
 from loopscope.report.verdicts import needed_loops

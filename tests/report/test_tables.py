@@ -15,10 +15,10 @@ from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.diagnosis import Diagnosis
+from loopscope.analysis.formatting import rounded_percent
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.analysis.verdict_text import rounded_percent
 from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables

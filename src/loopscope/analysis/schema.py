@@ -213,8 +213,8 @@ class Spread(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """With its quartiles; of a single round there are none."""
         if self.lower_quartile == self.upper_quartile:
-            return _short(self.median)
-        return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
+            return _five_digits(self.median)
+        return f"{_five_digits(self.median)} [{_five_digits(self.lower_quartile)}, {_five_digits(self.upper_quartile)}]"
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -275,7 +275,7 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def rounded(values: Any) -> Any:
-    """To five significant digits, whatever the shape; null where there is no number. Whole numbers stay."""
+    """Round the numbers of `results.json` to five significant digits, in any nesting; NaN becomes null."""
     if isinstance(values, int):
         return values
     if isinstance(values, float | None):
@@ -283,5 +283,6 @@ def rounded(values: Any) -> Any:
     return [rounded(value) for value in values]
 
 
-def _short(value: float) -> str:
+def _five_digits(value: float) -> str:
+    """Round one number to five significant digits."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.frontier import totals
+from loopscope.frontier import totals_at_exit
 from loopscope.policy import DataSummary, Loss
 from loopscope.trajectory import Trajectory
 
@@ -60,7 +60,7 @@ class RiskGroup:
 
     def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
         """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
-        return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
+        return totals_at_exit(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
 
     def unit_losses(
         self,

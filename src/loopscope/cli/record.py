@@ -224,7 +224,7 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     check_data(benchmark_named(options.name), options.split, options.data)
     out = _out(options, options.name, options.split)
     inputs.find_model(options.model, text=True)
-    from loopscope.analysis.model_analysis import metric_accuracies
+    from loopscope.analysis.benchmark_results import metric_accuracies
 
     chosen = given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
     with _recording(options, f"{options.name}, {options.split}", out) as advance:

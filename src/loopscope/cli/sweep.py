@@ -55,7 +55,7 @@ def execute(options: argparse.Namespace) -> None:
 
     requested = targets.as_targets(target_accuracies(options.at))
     levels = [targets.target_level(target, calibration, evaluation) for target in requested]
-    silent = {level.target: diagnosis.without_verdict(calibration, evaluation, level) for level in levels}
+    silent = {level.target: diagnosis.no_verdict_sentence(calibration, evaluation, level) for level in levels}
     if options.json:
         reached = levels[0].reached
         details = (threshold_details.detailed_frontier(each, (), evaluation, reached) for each in frontiers)

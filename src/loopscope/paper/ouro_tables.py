@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from loopscope.analysis.bootstrap import Interval
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
-from loopscope.analysis.targets import percent_text
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.paper.published import PublishedPoint, published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
 from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, PolicyLatency, Results
-from loopscope.analysis.targets import percent_text
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.paper.published import PublishedValue, TrainedWith, published
 from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued

@@ -22,9 +22,10 @@ import vl_convert
 from jinja2 import Environment
 
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
+from loopscope.analysis.formatting import percent_text
 from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import Binned, ModelResult, Results, rounded
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.threshold_details import OUTCOMES, ModelDetails, SampledExamples, ThresholdDetails
 from loopscope.errors import visible
 from loopscope.report import tables

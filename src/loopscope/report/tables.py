@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.diagnosis import GIVEN, NO_VERDICT
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, Gap
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.transfer import TransferResult
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import Guarantee
 from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, own_gate

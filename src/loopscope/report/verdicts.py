@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from loopscope.analysis.bootstrap import Interval
 from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.formatting import percent_text
 from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.verdict_text import GapWords
 from loopscope.report import tables
 from loopscope.report.figure_style import GREY, VERDICTS
