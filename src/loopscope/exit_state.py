@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def check_drafts(policy: ExitPolicy, num_loops: int) -> None:
-    """Rejects a rule under which lossless text would have no drafts."""
+    """Reject a policy under which lossless text would have no drafts."""
     if policy.fixed_depth == num_loops:
         raise UserError(
             "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth drafts "
@@ -33,7 +33,7 @@ def check_drafts(policy: ExitPolicy, num_loops: int) -> None:
 
 
 class ExitState:
-    """Follows some requests through their loops and says who exits; they may be at different loops."""
+    """Follow requests through their loops in a running model, and decide which of them exit."""
 
     def __init__(self, policy: ExitPolicy, num_loops: int) -> None:
         definition = required_readout(policy.readout)
@@ -105,7 +105,7 @@ class ExitState:
 
 
 class RowStates:
-    """What a readout's step returned at the loop before, for rows that come and go.
+    """The state of a readout's step for rows that come and go: its value at the loop before.
 
     Rows whose states have the same shapes are stepped together; those that are new have none. A question's logits go to
     the step as wide as it has choices, whoever runs beside it.
