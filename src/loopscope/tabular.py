@@ -7,7 +7,7 @@ from loopscope.errors import UserError
 
 
 class Tabular(ABC):
-    """Be a table, too: columns for any library of data frames."""
+    """Let a result be a data frame, too: its columns for any library of data frames."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, list[Any]]:

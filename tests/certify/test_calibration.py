@@ -20,7 +20,7 @@ from loopscope.certify.losses import losses, risk_groups
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import guaranteed_part
-from loopscope.certify.threshold_walk import never_falling
+from loopscope.certify.threshold_walk import monotone_losses
 from loopscope.frontier import crossings, laxest_first, totals_at_exit
 from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import concatenate
@@ -69,7 +69,7 @@ def test_totals_and_what_stays_lost_are_those_of_every_threshold_by_itself(
     crossed, lost = crossings(name, thresholds, trajectory), losses("gap", trajectory)
     at_exit = np.stack([lost_by(ls.ExitPolicy(name, float(each)), trajectory) for each in thresholds], axis=1)
     assert totals_at_exit(crossed, lost, len(thresholds)).tolist() == at_exit.sum(axis=0).tolist()
-    kept = never_falling(lost, crossed, len(thresholds))
+    kept = monotone_losses(lost, crossed, len(thresholds))
     running = np.maximum.accumulate(at_exit[:, ::-1], axis=1)[:, ::-1]  # over stricter thresholds, which come later
     assert totals_at_exit(crossed, kept, len(thresholds)).tolist() == running.sum(axis=0).tolist()
 

@@ -18,7 +18,7 @@ from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.targets import Target, TargetLevel
 from loopscope.analysis.transfer import TransferResult
 from loopscope.policy import Guarantee
-from loopscope.scope import Unit, counted, unit_of
+from loopscope.scope import Unit, example_count_text, unit_of
 
 RESULTS_SCHEMA = 8
 _DIGITS = 5
@@ -100,7 +100,7 @@ class Certified(msgspec.Struct, frozen=True):
         guarantee, held = self.guarantee, self.held_out
         once = ", every input once" if guarantee is not None and guarantee.distinct else ""
         once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
-        return counted("test", held.examples, held.sequences, unit) + once
+        return example_count_text("test", held.examples, held.sequences, unit) + once
 
 
 class SubjectResult(msgspec.Struct, frozen=True):
@@ -159,7 +159,7 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def tested(self) -> str:
         """How many test examples there are, and of what."""
-        return counted("test", self.test_examples, self.sequences, self.unit)
+        return example_count_text("test", self.test_examples, self.sequences, self.unit)
 
     @property
     def verdict(self) -> str:

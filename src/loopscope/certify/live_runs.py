@@ -35,7 +35,7 @@ _BY_DECISION = ("full_depth", "labels", "sequences")
 
 
 class LiveContents(Settings, frozen=True, kw_only=True):
-    """What the manifest of a live run says of it."""
+    """The contents of a live run in its manifest."""
 
     split: str | None
     cache: CacheMode
@@ -48,7 +48,7 @@ class LiveContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LiveRuns:
-    """Documents that were run with every candidate, the most cautious first."""
+    """A live run: the exits and answers of documents under every candidate policy, the most cautious first."""
 
     rule: ExitPolicy  # the first candidate
     thresholds: NDArray[np.float64]  # [C]
@@ -127,7 +127,7 @@ class LiveRuns:
     def find(self, policy: ExitPolicy) -> int:
         """Which of the candidates this policy is; one that was not run, or is not for what was run, is refused."""
         policy.check(self.provenance.get("weights_sha256"), self.contents.num_loops, self.scope)
-        ours, theirs = ((each.readout, each.gate and digest(_weights(each))) for each in (self.rule, policy))
+        ours, theirs = ((each.readout, each.gate and digest(_gate_arrays(each))) for each in (self.rule, policy))
         found = np.flatnonzero(self.thresholds == policy.threshold) if ours == theirs else np.empty(0)
         if not len(found):
             raise UserError(
@@ -163,6 +163,7 @@ Recorded: TypeAlias = Trajectory | LiveRuns
 """What a policy can be checked on: it is replayed, or was run."""
 
 
-def _weights(policy: ExitPolicy) -> dict[str, Any]:
+def _gate_arrays(policy: ExitPolicy) -> dict[str, Any]:
+    """The arrays of a policy's gate as lists, to compare policies."""
     assert policy.gate is not None
     return {name: np.asarray(values).tolist() for name, values in policy.gate.tensors.items()}

@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
+from loopscope.certify.tested_data import recorded_count_text, decision_scope, load_recorded
 from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
@@ -116,7 +116,7 @@ def _check_cache(recording: Recorded, cache: str | None) -> None:
 def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
     """Says where the recording is not what a guarantee for new inputs should rest on, or does not say what it is."""
     if recording.seen is not None and recording.seen.any() and not options.unseen:
-        seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
+        seen = f"{recording.seen.sum():,} of the {recorded_count_text(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")
     if policy.model is None:
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"

@@ -12,7 +12,7 @@ from loopscope.cli.options import Parser, add_shared, add_verb, given, option, s
 from loopscope.cli.output import percent, print_note, print_sentences, print_table, show
 from loopscope.policy import ExitPolicy
 from loopscope.recording_paths import find_recording
-from loopscope.scope import Unit, counted
+from loopscope.scope import Unit, example_count_text
 
 if TYPE_CHECKING:
     from loopscope.analysis.held_out import HeldOut
@@ -103,7 +103,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
             outcome = f"{percent(risk.loss, 2)} {bounds} of {risk.units:,}: {risk.verdict}"
             rows.append([f"loss at difficulty {risk.difficulty:g}", outcome])
     means = "" if held.sequences is None else "all means are over sequences; "
-    tested = counted("held-out", held.examples, held.sequences, unit)
+    tested = example_count_text("held-out", held.examples, held.sequences, unit)
     print_table(f"{path}: {policy} on {tested}; {means}[ ]: 95 % intervals", ["held out", ""], rows)
     if check is None:
         print("The policy guarantees nothing here.")

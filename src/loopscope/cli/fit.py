@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from loopscope.certify.tested_data import counted_in
+from loopscope.certify.tested_data import recorded_count_text
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
@@ -75,7 +75,7 @@ def execute(options: argparse.Namespace) -> None:
         name = wrong[0].removeprefix("geometric_")
         raise UserError(f"--{name} is not for --kind {options.kind}; leave it out.")
     recording = Trajectory.load(find_recording(options.recording, "train"))
-    counted = counted_in(recording, recording.split or "recorded")
+    counted = recorded_count_text(recording, recording.split or "recorded")
     chosen = given(options, "kind", "seed", *theirs)
     if is_stopper:
         stopper = fit_stopper(recording, **chosen)

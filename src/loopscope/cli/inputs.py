@@ -22,7 +22,7 @@ from loopscope.models import checkpoint_folder
 from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, not_registered
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
-from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, no_readout
+from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, unknown_readout
 from loopscope.readouts.signals import FITTED_GATE, STOPPER
 from loopscope.recording_paths import holds_recordings, run_of_recordings
 from loopscope.scope import Scope
@@ -156,7 +156,7 @@ def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> Non
             others = f"choose one of {', '.join(known)}"
             raise UserError(f"The oracle needs the labels, so only `loopscope sweep` takes it; {others}.")
         if name not in known and find_readout(name) is None:
-            raise no_readout(name, known)
+            raise unknown_readout(name, known)
 
 
 def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:

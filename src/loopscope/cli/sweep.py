@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.certify.tested_data import counted_in, decision_unit
+from loopscope.certify.tested_data import recorded_count_text, decision_unit
 from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
@@ -90,7 +90,7 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
         selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
         rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
     means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
-    title = f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
+    title = f"{recorded_count_text(evaluation, evaluation.split or 'evaluation')}{means}."
     title += " D@X: least average loops on the evaluation curve that reach X." if levels else ""
     title += " Selected: the most accurate threshold on calibration data, evaluated."
     for level in levels:
