@@ -104,9 +104,9 @@ DARK = {
 
 
 def looks_of(names: Collection[str]) -> dict[str, Look]:
-    """The colour and the mark of each, readouts by themselves first."""
+    """The colour and mark of each line of a figure; readouts keep theirs in every figure."""
     looks = {name: look for name, look in _LOOKS.items() if name in names}
-    more = sorted(set(names) - set(looks), key=_natural)
+    more = sorted(set(names) - set(looks), key=_natural_sort_key)
     taken = {_PLACES.get(name) for name in more}
     free = (place for place in count() if place not in taken)
     for name in more:
@@ -116,13 +116,13 @@ def looks_of(names: Collection[str]) -> dict[str, Look]:
 
 
 def shades_of(levels: Sequence[float]) -> dict[float, str]:
-    """The colour of every difficulty, by where it lies between the easiest and the hardest."""
+    """The colour of every difficulty, between the easiest and the hardest."""
     low, high = min(levels), max(levels)
     return {level: _ON_LIGHT[round((_SHADES - 1) * (level - low) / ((high - low) or 1))] for level in levels}
 
 
-def _natural(name: str) -> tuple[str, float]:
-    """Sorts names that end in a number by that number."""
+def _natural_sort_key(name: str) -> tuple[str, float]:
+    """A sort key that orders names with a number at the end by that number."""
     words, _, last = name.rpartition(" ")
     try:
         return words, float(last)
@@ -132,7 +132,7 @@ def _natural(name: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class FigureStyle:
-    """Sizes in points (of a screen: pixels)."""
+    """The sizes of a figure's style, in points (on a screen: pixels)."""
 
     width: float  # of a panel
     height: float

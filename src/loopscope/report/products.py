@@ -20,7 +20,7 @@ _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
 
 @dataclass(frozen=True)
 class Product:
-    """A table, or a figure with its caption."""
+    """A product of a report: a table, or a figure with its caption."""
 
     name: str
     title: str
@@ -32,7 +32,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is made, and its caption; a table brings its own."""
+    """The recipe of a figure in a report, and its caption."""
 
     make: Callable[[Results], Drawing | None]
     title: str
@@ -44,7 +44,7 @@ Recipe = Figure | Callable[[Results], Table]
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Recipes by name, and groups of them; `counterparts` says what in the paper a product stands for."""
+    """The products that a report can have, by name and in groups; `counterparts` names their origin in the paper."""
 
     recipes: Mapping[str, Recipe]
     groups: Mapping[str, tuple[str, ...]]
@@ -73,7 +73,7 @@ class Catalogue:
 
 
 def markdown(products: Iterable[Product]) -> str:
-    """All tables of a report, in which a name from a file is a name, whatever it looks like."""
+    """The tables of a report as Markdown, with names from files escaped."""
     parts = []
     for product in products:
         if product.table is not None:
@@ -86,12 +86,12 @@ def markdown(products: Iterable[Product]) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A text in one line, as Markdown that shows every letter of it; tables.js does the same to what is copied."""
+    """Escape a text to one line of Markdown; tables.js does the same when a reader copies a table."""
     return _MARKUP.sub(r"\\\g<0>", visible(_BREAKS.sub(" ", text), keep=""))
 
 
 def _every_frontier(results: Results) -> Drawing | None:
-    """Those that validation chooses first; without learned stoppers, which mostly lie on the best single readout."""
+    """The figure of every frontier; stoppers are left out, because they mostly lie on the best single readout."""
     groups = every_group(results)
     best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
     known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
@@ -101,6 +101,7 @@ def _every_frontier(results: Results) -> Drawing | None:
 
 
 def _every_signal(results: Results) -> Drawing | None:
+    """The figure of every signal by loop and difficulty."""
     groups = every_group(results)
     rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
     per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
