@@ -120,8 +120,8 @@ def _prediction_problems(logits: Array, predictions: Array) -> Iterator[str]:
     answered = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
     if (wrong := answered < top - _ROUNDED_LOGIT * (1 + np.abs(top))).any():
         yield (
-            f"predictions and logits contradict each other (first: {_first_wrong_place('predictions', wrong)}, which is not "
-            "the likeliest class there); leave out the predictions."
+            f"predictions and logits contradict each other (first: {_first_wrong_place('predictions', wrong)}, which "
+            "is not the likeliest class there); leave out the predictions."
         )
 
 

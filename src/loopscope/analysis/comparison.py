@@ -14,7 +14,7 @@ from loopscope.analysis.diagnosis import GIVEN, no_verdict_sentence
 from loopscope.analysis.formatting import aligned, percent_text, wrapped
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target
-from loopscope.certify.tested_data import recorded_count_text
+from loopscope.certify.tested_data import counted_in_words
 from loopscope.errors import UserError
 from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy
@@ -247,7 +247,7 @@ def compare(
     sentences = [
         no_verdict_sentence(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
     ]
-    tested = (recorded_count_text(test, "test"), test.num_units)
+    tested = (counted_in_words(test, "test"), test.num_units)
     if any(sentences):
         return Comparison(paired(*sides), None, *tested, sentences[0] or f"{other_name}: {sentences[1]}")
     gap = depth_gap(as_target(target), (subject, [first]), (against, [second]))

@@ -22,7 +22,7 @@ from loopscope.analysis.formatting import aligned, percent_text, rounded_percent
 from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, depth_gap, gap_between
 from loopscope.analysis.targets import Target, TargetLevel, as_target, best_loop, chance, is_above_chance, target_level
 from loopscope.analysis.verdict_text import UNDECIDED, Finding, GapWords, gap_words, verdict_sentence, with_bounds
-from loopscope.certify.tested_data import recorded_count_text
+from loopscope.certify.tested_data import counted_in_words
 from loopscope.errors import UserError
 from loopscope.leaks import check_calibration
 from loopscope.learned.stopper_fitting import with_stoppers
@@ -307,7 +307,7 @@ def no_verdict_sentence(validation: Trajectory, test: Trajectory, level: TargetL
     loop, guessed = best_loop(validation), chance(test, validation)
     if not is_above_chance(test, loop, validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
-        right = f"{rounded_percent(test.correct[:, loop - 1].mean())} of {recorded_count_text(test, 'test')}"
+        right = f"{rounded_percent(test.correct[:, loop - 1].mean())} of {counted_in_words(test, 'test')}"
         return (
             f"No verdict: {where} it is right in {right}, and chance, or always the commonest answer, in "
             f"{percent_text(guessed)} (it is not above chance by an exact binomial test at 5 %)."

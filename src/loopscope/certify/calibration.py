@@ -218,7 +218,7 @@ def _candidates_of_recording(
     recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
 ) -> Candidates:
     """Propose candidate thresholds for a calibration on a recording."""
-    _check_recording_and_grid(recording, grid, gates, target.readout)
+    _check_with_grid(recording, grid, gates, target.readout)
     counted = population(recording, target)
     if target.method == "tolerance":
         _check_tolerance(recording, grid)
@@ -330,7 +330,7 @@ def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout:
         gate.check_calibration(recording)
 
 
-def _check_recording_and_grid(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
+def _check_with_grid(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
     """Check the recording of a calibration and the recording that proposes its thresholds."""
     check_recording(recording, gates, readout)
     if grid is not None:

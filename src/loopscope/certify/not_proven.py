@@ -25,8 +25,8 @@ def too_few(tested: int, difficulty: float | None, counted: Counted, target: Ris
     assert needed is not None
     record = _number_to_record(needed, difficulty, counted, target, split)
     return NotProven(
-        f"Even if exiting early lost nothing, {target} takes {needed:,} tested {_unit_words(difficulty, counted)}, and there "
-        f"are {tested:,}; record {record:,} in all{_population_words(target)}, or ask for less.",
+        f"Even if exiting early lost nothing, {target} takes {needed:,} tested {_unit_words(difficulty, counted)}, and "
+        f"there are {tested:,}; record {record:,} in all{_population_words(target)}, or ask for less.",
         record,
     )
 
@@ -62,8 +62,8 @@ def not_safe(
         return NotProven(f"{observed}, so no number of them would prove it; {remedy}, {others}.", None)
     record = _number_to_record(needed, group.difficulty, counted, target, split)
     return NotProven(
-        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} others{_population_words(target)}, or "
-        f"{remedy}, {others}.",
+        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} others"
+        f"{_population_words(target)}, or {remedy}, {others}.",
         record,
     )
 

@@ -59,7 +59,7 @@ def outcome_of(policy: ExitPolicy, recorded: Recorded) -> Outcome:
     return Outcome.replayed(policy, recorded)
 
 
-def recorded_count_text(recorded: Recorded, which: str) -> str:
+def counted_in_words(recorded: Recorded, which: str) -> str:
     """How many examples a recording or a live run has, in words."""
     sequences = None if recorded.sequences is None else unit_count(recorded)
     return example_count_text(which, recorded.num_examples, sequences, decision_unit(recorded))

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.certify.tested_data import recorded_count_text, decision_unit
+from loopscope.certify.tested_data import counted_in_words, decision_unit
 from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
@@ -69,7 +69,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
-    """The calibration and the evaluation recording, of a run or one by one."""
+    """The calibration and the evaluation recording of a sweep: from a run, or given one by one."""
     if len(given) == 1:
         folder = find_recordings(given[0])
         return folder / "validation", folder / "test"
@@ -81,6 +81,7 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
 
 
 def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: "list[TargetLevel]") -> None:
+    """Print the frontiers of a sweep: D@X and the chosen operating point of every readout."""
     rows = []
     for frontier in frontiers:
         one_point = needs_labels(frontier.readout)
@@ -90,7 +91,7 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
         selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
         rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
     means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
-    title = f"{recorded_count_text(evaluation, evaluation.split or 'evaluation')}{means}."
+    title = f"{counted_in_words(evaluation, evaluation.split or 'evaluation')}{means}."
     title += " D@X: least average loops on the evaluation curve that reach X." if levels else ""
     title += " Selected: the most accurate threshold on calibration data, evaluated."
     for level in levels:
