@@ -1,9 +1,8 @@
-"""What is said when the input is wrong: one sentence that a user can act on.
+"""How does LoopScope report bad input? With one sentence that a user can act on.
 
-The command line turns a `UserError` into that sentence and exit code 2; any other exception is a bug of ours
-and keeps its traceback. What a function of the user's raises is the user's, too: `reason` says it in a line.
-What is said may quote a file or an argument, and it goes to a terminal: `visible` leaves nothing in it that a
-terminal would obey, and `brief` keeps it short.
+The command line prints the sentence of a `UserError` and exits with code 2; any other exception is a bug of ours and
+keeps its traceback. An error in a user's function is the user's, too: `reason` gives it in one line. A message may
+quote a file or an argument: `visible` escapes all that would steer a terminal, and `brief` keeps the message short.
 """
 
 import difflib

@@ -1,9 +1,8 @@
-"""How does a file get read that may hold anything, and written without being lost or half-written?
+"""How is a file read safely, and written whole or not at all?
 
-Reading is bounded: a folder, a device or a pipe in place of a file, a file without end, nesting without end, and bytes
-that are no text are rejected before anything is made of them. Files and folders appear whole or not at all (written
-beside their place, then renamed), by one writer at a time, which holds a lock. The next writer removes what a killed
-one left behind.
+Reading is bounded: LoopScope rejects a folder, a device or a pipe in place of a file, endless files, endless nesting,
+and bytes that are no text. Writers fill a temporary file or folder and rename it at the end. One process writes at a
+time and holds a lock; the next writer removes what a killed one left behind.
 """
 
 import errno
@@ -24,7 +23,7 @@ LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 of it, and what it replaces. A folder that is written into has its lock inside."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_PATIENCE = 0.5
-"""Seconds: whoever only looks after leftovers holds a lock for less."""
+"""Seconds: a process that only removes leftovers holds a lock for less."""
 _MAX_NAME = 255 - max(map(len, BESIDE))
 is_there, is_file, is_folder = os.path.exists, os.path.isfile, os.path.isdir
 """False for a name that the system cannot have, where methods of `Path` raise: one that is too long, for instance."""

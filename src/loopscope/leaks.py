@@ -68,7 +68,7 @@ def check_split(recording: OfSplit, choice: str = "Thresholds must not be chosen
 
 
 FITTED_ON = "fitted_on"
-"""In the provenance of a recording: what its attached signals were fitted to, by their names."""
+"""The key in a recording's provenance for the data that its attached signals were fitted to, by name."""
 
 
 def fitting_data(recording: Trajectory) -> dict[str, Any]:

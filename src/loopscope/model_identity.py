@@ -1,8 +1,8 @@
-"""Which model is it? The hash of its weights, and, where a configuration says how to compute with them, the hash of it.
+"""Which model is it? The hash of its weights, and of a configuration that says how to compute with them.
 
-Weights alone do not tell: one decoder can be looped in many ways, and rotary positions or damping can be edited beside
-the same file. Files from before configurations were hashed, and recordings of a user's own, have the weights alone;
-with those, weights alone are compared.
+Weights alone do not identify a model: one decoder can be looped in many ways, and rotary positions or damping can be
+edited beside the same file. Older files and users' own recordings have the hash of the weights alone; then LoopScope
+compares only the weights.
 """
 
 _CONFIGURATION = "+config:"

@@ -104,7 +104,7 @@ class CalibrationExits(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, depths: NDArray[np.float64], num_loops: int, sequences: bool) -> Self:
-        """Of the loops [units] at which units exit, on average over each."""
+        """Count the exit loops [units] of calibration units, each an average over its examples."""
         empty = cls(per_loop=_LEVELS_PER_LOOP_OF_SEQUENCES if sequences else 1, counts=[])
         levels = (num_loops - 1) * empty.per_loop + 1
         found = np.bincount(empty.levels(depths), minlength=levels)

@@ -11,9 +11,9 @@ from loopscope.files import is_file, is_folder, no_folder
 
 RECORDINGS = "recordings"
 _CONFIG = "config.json"
-"""Of a run, or of another checkpoint: there is a model to be recorded."""
+"""The file in the folder of a run or another checkpoint, which has a model to record."""
 ANALYSED = ("validation", "test")
-"""What thresholds are chosen on, and what they are judged on."""
+"""The splits that an analysis needs: one chooses thresholds, the other evaluates them."""
 
 
 def find_recording(path: Path, split: str) -> Path:

@@ -36,9 +36,9 @@ Counts = NDArray[np.float64]
 KEY_BITS = 36
 """Of 100,000 keys each, two recordings have a tenth of one in common by chance."""
 _STEP = 0.125
-"""To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
+"""Answers are rounded to this step: far above the rounding of half precision, far below real differences."""
 _RUN = 4
-"""Neighbouring decisions of which the key of a sequence is made: one that repeats in many texts says little alone."""
+"""The key of a sequence joins so many neighbouring decisions, because a single one repeats in many texts."""
 _SKETCHED_KEYS = 4096
 """Some 30 kB of a policy's file."""
 _GAPS = r"^[0-9a-f]{1,9}(\*[0-9]{1,12})?( [0-9a-f]{1,9}(\*[0-9]{1,12})?)*$"
@@ -47,11 +47,11 @@ _MIN_ALIKE = 0.9
 _DEVIATIONS = 4
 """An excess within so many standard deviations can be chance."""
 _MAX_CHANCE = 0.001
-"""What chance does more often than this can be chance."""
+"""An event that is more probable than this may be chance."""
 _FEW_ROWS = 4
 """A key of more rows is split evenly by any design that draws as many of each difficulty."""
 _TILTS = np.geomspace(0.001, 64, 48)
-"""At which Chernoff's bound is evaluated: each gives one, and the least is taken."""
+"""Chernoff's bound is evaluated at these tilts, and the smallest bound counts."""
 _AT_ONCE = 1 << 22
 """Numbers that are projected at a time."""
 
@@ -96,7 +96,7 @@ class RowKeys:
         return KeySketch(units=self.units, keys=" ".join(words), complete=len(self.keys) <= _SKETCHED_KEYS)
 
     def num_shared(self, other: "RowKeys") -> int:
-        """How many units of `other` are in this recording, too, beyond what chance explains."""
+        """The number of units of `other` that this recording has, too, beyond chance."""
         largest = min(self.largest, other.largest)
         ours, theirs = self._up_to(largest), other._up_to(largest)
         keys = _merged_keys(ours.keys, theirs.keys)
@@ -117,7 +117,7 @@ class RowKeys:
         return RowKeys(self.keys[listed], self.counts[listed], self.units, largest)
 
     def _counts_of(self, keys: Keys) -> Counts:
-        """As floats: squares of counts stay finite."""
+        """The counts of these keys as floats, so that their squares stay finite."""
         found = np.zeros(len(keys))
         found[np.searchsorted(keys, self.keys)] = self.counts
         return found

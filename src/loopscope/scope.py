@@ -1,8 +1,8 @@
-"""For which model and decisions does a threshold mean what it means? What a policy was calibrated on, and is held to.
+"""For which model and decisions does a threshold hold? The scope of a calibrated policy.
 
-A recording says it by its provenance; one made from arrays is of answers, or of tokens where it has sequences, unless
-its provenance names another `unit`. What is not said (`None`: all of a policy made by hand) binds nobody; where both
-sides say something, they must say the same.
+A recording has its scope in its provenance. A recording made from arrays is of answers, or of tokens if it has
+sequences, unless its provenance names another `unit`. A field that is unknown (`None`, as in a policy made by hand)
+matches every value; fields that both sides know must agree.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ STATE_WORDS: dict[StateRead, str] = {
     "last_token": "last context token",
     "mean_over_choices": "mean over the choices' tokens",
 }
-"""As recordings of questions have them in their provenance."""
+"""The words for the state in the provenance of recordings of questions."""
 
 _KINDS = ("unit", "score", "state", "cache", "precision")
 _WORDS: dict[str, str] = {
@@ -49,7 +49,7 @@ class Scope(Settings, frozen=True, kw_only=True):
     definition: str | None = None  # the hash of a user's readout, as it was when the threshold was chosen
 
     def difference(self, other: "Scope") -> tuple[str, str, str] | None:
-        """The first kind in which two differ, where both say something, and what each says."""
+        """The first field in which two scopes differ, if both know it, with both values in words."""
         for name in _KINDS:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours is not None and theirs is not None and ours != theirs:
@@ -57,7 +57,7 @@ class Scope(Settings, frozen=True, kw_only=True):
         return None
 
     def check(self, here: "Scope") -> None:
-        """Refuses decisions of another kind than those that this is about."""
+        """Reject decisions of another kind than this scope's."""
         if (found := self.difference(here)) is not None:
             name, ours, theirs = found
             remedy = "calibrate one on a recording of these"

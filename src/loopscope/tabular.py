@@ -1,4 +1,4 @@
-"""How does a result become a data frame? It names its columns, and every library of data frames takes those."""
+"""How does a result become a data frame? It names its columns, which every library of data frames accepts."""
 
 from abc import ABC, abstractmethod
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is a trajectory? What a model said at every loop about every example, recorded; it knows no network.
+"""What is a trajectory? The recorded outputs of a model at every loop for every example, without the network.
 
 A recording is a folder: `manifest.json` (schema version, split, provenance, hashes), `trajectory.safetensors` (all
 arrays but the hidden states), `hidden.safetensors` and `examples.json` where they were kept. Arrays are memory-mapped
@@ -45,7 +45,7 @@ _ARRAYS = (
 SPLITS = ("train", "validation", "test", "extrapolation")
 SIGNAL_PREFIX = "signal."
 _COPY_STEP = 2.0**-12
-"""To which the scores of copies are rounded: above the rounding of single precision."""
+"""The scores of copies are rounded to this step: above the rounding of single precision."""
 _NEVER_ZERO = 1e-6
 """Added to cross-entropies before their logarithm, where copies are told from examples that are all but certain."""
 _CERTAIN = 1e-3
@@ -155,7 +155,7 @@ class Trajectory:
 
     @property
     def _arrays(self) -> dict[str, Array]:
-        """Those that were kept, by name, hidden states last."""
+        """The arrays that the recording holds, by name, hidden states last."""
         names = (*_ARRAYS, "hidden")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -272,7 +272,7 @@ class Trajectory:
         return other
 
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
-        """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
+        """[n] the indices of some rows, given as indices or as a mask; reject an array that could be either."""
         mask, size = rows.dtype == np.bool_, self.num_examples
         chosen = np.flatnonzero(rows) if mask or not rows.size else as_integers(rows, "rows")
         fits = len(rows) == size if mask else not len(chosen) or 0 <= chosen.min() <= chosen.max() < size
@@ -375,7 +375,7 @@ class Trajectory:
 
     @property
     def _own_signals(self) -> Array | None:
-        """[N, signals, T] all but those of attached gates."""
+        """[N, signals, T] all recorded signals except those of attached gates."""
         names = sorted(name for name in self.signals if ":" not in name)
         return np.stack([self.signals[name] for name in names], axis=1) if names else None
 

@@ -19,9 +19,9 @@ from loopscope.errors import RecordingWarning, UserError
 Array = NDArray[Any]
 _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
-"""What may be missing to a probability of 1."""
+"""How far a sum of probabilities may be from 1."""
 _ROUNDED_LOGIT = 0.01
-"""By which share logits may differ for being kept in half precision."""
+"""The share by which half precision may change logits."""
 _MIN_TO_WARN = 100
 """So many logits do not look like probabilities by chance."""
 

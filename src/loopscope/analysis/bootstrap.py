@@ -38,7 +38,7 @@ MAX_UNITS = 1 << 15
 """More units than this are resampled in groups."""
 _GROUPS = 1 << 14
 MIN_UNITS = 30
-"""Of fewer test examples than this (sequences, distinct inputs) resamples say nothing."""
+"""With fewer test units than this (examples, sequences, distinct inputs), an interval means nothing."""
 _SEED = 0
 _CHUNK = 50
 _MOST_KEPT = 1 << 28
@@ -182,7 +182,7 @@ class Curves:
     average_loops: Sums  # [1 + R, G]
 
     def at(self, chosen: NDArray[np.bool_]) -> "Curves":
-        """Of these thresholds alone."""
+        """The same frontier at these thresholds only."""
         return Curves(self.accuracy[:, chosen], self.average_loops[:, chosen])
 
     def depth_at(self, accuracy: float) -> Sums:

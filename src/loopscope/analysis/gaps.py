@@ -40,7 +40,7 @@ MIN_PRINTED = 0.005
 EQUIVALENCE_MARGIN = 0.05
 """Loops: two ways to exit whose interval lies within it are as good as each other; another seed changes more."""
 ACCURACY_MARGIN = 0.01
-"""A model whose best loop is so much less accurate than another's is not as good, however few loops it takes."""
+"""A model whose best loop is this much less accurate than another's cannot be its reference."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Subject:
         return max(names, key=lambda name: float(self._validation[name][0].max()))
 
     def readouts_shared_with(self, other: "Subject") -> list[str]:
-        """Those that read both trajectories alike; a gate, which was fitted to one of them, does not."""
+        """The readouts that both models have, without gates, which are fitted to one trajectory."""
         both = [name for name in self.readouts if name in other.readouts]
         return [name for name in both if not is_gate(name)]
 

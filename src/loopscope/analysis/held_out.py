@@ -43,7 +43,7 @@ class GuaranteeCheck:
 
     @property
     def worst(self) -> Risk | None:
-        """The largest loss of those that decide the verdict."""
+        """The largest loss among the groups that decide the verdict."""
         deciding = [risk for risk in self.risks if risk.verdict == self.verdict]
         return max(deciding, key=lambda risk: risk.loss, default=None)
 

@@ -1,4 +1,4 @@
-"""From the recordings of some models to everything that a report says, as data."""
+"""What does a report say about a model? Everything, as data, from the model's recordings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,13 +58,13 @@ class ModelRecordings:
 
     @property
     def all_gates(self) -> dict[str, Fitted]:
-        """What was fitted to it, that of its policies among them."""
+        """The model's fitted gates and stoppers, with those of its policies."""
         own = {own_name(policy.readout): policy.gate for policy in self.policies if policy.gate is not None}
         return {**own, **self.gates}
 
     @cached_property
     def measure(self) -> Subject:
-        """As the reference of others, for which stoppers do not matter."""
+        """The model as a reference for others, without learned stoppers."""
         return Subject(self.validation, self.test)
 
     def subject_at(self, target: float | Target | None) -> Subject:

@@ -25,6 +25,8 @@ _DIGITS = 5
 
 
 class Binned(msgspec.Struct, frozen=True):
+    """Values by difficulty and loop, with their intervals."""
+
     levels: list[float]
     counts: list[int]
     values: list[list[float | None]]  # [levels][loops]; null where there is no value
@@ -53,7 +55,7 @@ class Selected(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """By which validation prefers one point to another: the most accurate first, ties to fewer loops."""
+        """The order in which validation prefers operating points: the most accurate first, ties to fewer loops."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
@@ -96,7 +98,7 @@ class Certified(msgspec.Struct, frozen=True):
     held_out: HeldOut
 
     def counted_on(self, unit: Unit) -> str:
-        """On which test examples it was tried: those that its guarantee is about."""
+        """The test examples that the guarantee was checked on, in words."""
         guarantee, held = self.guarantee, self.held_out
         once = ", every input once" if guarantee is not None and guarantee.distinct else ""
         once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
@@ -123,6 +125,8 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
 
 
 class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that a report says about one model."""
+
     name: str
     label: str
     group: str  # the same for runs that differ in their seed only
@@ -153,12 +157,12 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def unit(self) -> Unit:
-        """What one decision is about."""
+        """The unit of the model's decisions: questions, tokens or answers."""
         return unit_of(self.provenance, self.sequences is not None)
 
     @property
     def tested(self) -> str:
-        """How many test examples there are, and of what."""
+        """The number of test examples, in words."""
         return example_count_text("test", self.test_examples, self.sequences, self.unit)
 
     @property
@@ -173,13 +177,15 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)
 
     def best(self, readouts: Iterable[str]) -> FrontierResult | None:
-        """Of these readouts the one that validation prefers."""
+        """The readout that validation prefers among these."""
         found = [frontier for name in readouts if (frontier := self.frontier(name)) is not None]
         return min(found, key=lambda frontier: frontier.selected.rank, default=None)
 
 
 @dataclass(frozen=True)
 class OverSeeds:
+    """A number over seeds: mean, deviation, and how many seeds have it."""
+
     mean: float | None  # None where no seed has a value
     deviation: float | None  # sample standard deviation; None with fewer than two values
     reached: int
@@ -253,12 +259,14 @@ class Latency(msgspec.Struct, frozen=True):
     overhead: float = 0.0  # layers before the loops and before the head, by those of a loop
 
     def realised(self, policy: PolicyLatency) -> float:
-        """Its speed-up as a share of what its loops allow: 1 means that every saved loop was saved time."""
+        """The speed-up as a share of the ideal one for its loops: 1 means that every saved loop was saved time."""
         ideal = (self.num_loops + self.overhead) / (policy.average_loops + self.overhead)
         return policy.speedup.median / ideal
 
 
 class Results(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that a report says, as `results.json` holds it."""
+
     schema_version: int
     loopscope: str
     targets: list[Target]

@@ -106,7 +106,7 @@ class TargetLevel:
 
     @property
     def words(self) -> str:
-        """What X is and where it comes from; nothing where it was given."""
+        """The accuracy X and its origin in words; empty for an absolute target."""
         if self.loop is None or self.target.below_full_depth is None:
             return ""
         points = _points_text(self.target.below_full_depth)

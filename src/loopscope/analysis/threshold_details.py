@@ -1,4 +1,4 @@
-"""What does the page know of a model beside its results? Thresholds in detail, and single examples.
+"""What does the page show of a model beside `results.json`? Thresholds in detail, and single examples.
 
 D@X is read from the whole grid; of its thresholds about fifty are shown, with those that matter among them. All numbers
 are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails`

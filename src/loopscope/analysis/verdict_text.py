@@ -21,9 +21,9 @@ _HEADS = {
 }
 UNDECIDED = "cannot be told with these data"
 _MAX_INVERTED = 0.35
-"""A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
+"""A gate that knows nothing has 0.5; a good gate with a flipped sign has 1 minus its value."""
 _SMALL_SHARE = 0.1
-"""Of the room that is left: a smaller gap is to blame for little."""
+"""The share of the room left below which a gap is to blame for little."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Finding:
         return bool(blamed) and not self.behind and all(is_small_gap(gap, self.room) for gap in blamed)
 
     def clause(self, name: str, other: str, gap: Gap, question: str) -> str:
-        """A gap as a part of the sentence; what is open is a question."""
+        """A gap as a clause of the verdict's sentence; an undecided gap is a question."""
         found = gap_words(gap, other, self.room)
         return f"{question} {found}" if found.words == UNDECIDED else f"{name} is {found}{self.against_room(gap)}"
 

@@ -44,7 +44,7 @@ from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
 
 _WIDTH = 512
-"""Of the matrix products that tell what the machine could do."""
+"""The width of the matrix products that measure the machine's speed."""
 
 
 class Drafts(msgspec.Struct, frozen=True):
@@ -124,16 +124,16 @@ class _TimedText:
     batch_size: int
 
     def first(self) -> "_TimedText":
-        """The same up to the first token of every text."""
+        """The same texts up to their first token."""
         cut = [replace(prompt, forced=None if prompt.forced is None else prompt.forced[:1]) for prompt in self.prompts]
         return replace(self, prompts=cut, new_tokens=1)
 
     def free(self) -> "_TimedText":
-        """The same with tokens that the model chooses."""
+        """The same texts with tokens that the model chooses."""
         return replace(self, prompts=[replace(prompt, forced=None) for prompt in self.prompts])
 
     def run(self, way: Way, with_logits: bool = False) -> tuple[list[Token], GenerationStats]:
-        """The tokens of all texts, one text after the other, and what they took."""
+        """Write all texts; return their tokens in order, and the time and work."""
         stats = GenerationStats()
         tokens = stream(
             self.model,
@@ -219,12 +219,12 @@ class _TimedWay:
 
     @property
     def writing_loops(self) -> float:
-        """Loops of a token that is written, those that it made up for later included; not those of prompts."""
+        """The loops of a written token, later catch-up included and prompts left out."""
         written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
         return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
     def _ideal_seconds(self, full: "_TimedWay", average: float) -> Seconds:
-        """What full depth's prompts take, and its writing with the ideal speed-up."""
+        """The time of full depth's prompts, and of its writing at the ideal speed-up."""
         return full.prompt_seconds + full.writing_seconds / self.text.model.ideal_speedup(average)
 
     def timing(self, full: "_TimedWay", freely: Sequence[Token]) -> GenerationTiming:

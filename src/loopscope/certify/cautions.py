@@ -1,4 +1,4 @@
-"""What should be known of a guarantee that was made, although nothing about it is wrong? Said in words, as warnings.
+"""Where is a valid guarantee weaker than it looks? Cautions about copies and models that guess, as warnings.
 
 A model that is right no more often than a guess is the first of it; a diagnosis asks here, too.
 

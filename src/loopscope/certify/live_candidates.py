@@ -29,7 +29,7 @@ from loopscope.trajectory import Trajectory
 
 CANDIDATES = 12
 _MAX_REPLAYED_LOSS = 1.2
-"""What a candidate may lose in a replay, by what is allowed: live runs mostly lose more."""
+"""The loss that a candidate may have in a replay, as a multiple of the limit: live runs mostly lose more."""
 _ROUNDING = 1e-9
 """Averages of loops are exact to this."""
 

@@ -1,4 +1,4 @@
-"""What does an early exit lose, and who is counted? Losses against full depth, of examples or of sequences.
+"""What does an early exit lose, and which units count? Losses against full depth, of examples or sequences.
 
 Shapes: N examples, T loops, n examples of a group.
 """
@@ -20,7 +20,7 @@ from loopscope.trajectory import Trajectory
 Values = NDArray[np.float64]
 
 _UNITS_AT_ONCE = 1 << 12
-"""Whose losses at every threshold are looked at together."""
+"""The number of units whose losses at every threshold are computed together."""
 _MAX_LEVELS = 50
 """Difficulties of more levels than this have no mix that could be listed."""
 
@@ -55,11 +55,11 @@ class RiskGroup:
         return self.units == len(self.rows)
 
     def means(self, values: NDArray[Any]) -> Values:
-        """[units] the average over its examples of what each of [N] is worth."""
+        """[units] the mean over each unit's examples of values [N]."""
         return np.bincount(self.unit, values[self.rows] * self.weights, self.units).astype(np.float64)
 
     def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
-        """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
+        """[G] the sum over units of values [N, T], taken at the loop where each threshold exits."""
         return totals_at_exit(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
 
     def unit_losses(
@@ -70,7 +70,7 @@ class RiskGroup:
         columns: NDArray[np.int64],
         order: NDArray[np.int64],
     ) -> Iterator[Values]:
-        """[b, G] what some units after the other, in this order, lose where each of these thresholds stops them."""
+        """[b, G] the losses of units, in this order and some at a time, at each threshold."""
         place = np.empty_like(order)
         place[order] = np.arange(self.units)
         place = place[self.unit]

@@ -1,4 +1,4 @@
-"""Is what comes still like what a policy was calibrated on? Two tests on a stream, valid whenever they are looked at.
+"""Is a stream still like a policy's calibration data? Two tests that are valid whenever you look at them.
 
 The tests bet on the order of a stream. The rows of a recording have an order of their own (sorted, grouped, each input
 where it came first), which says nothing about time. So a recording is played in an order that is drawn at random,
@@ -37,16 +37,16 @@ from loopscope.policy import Certificate, ExitPolicy, Share
 from loopscope.trajectory_checks import as_array
 
 _NOT_STAKED = 0.5
-"""Of the wealth that is spread: what is not staked."""
+"""The share of the wealth that stays out of the bets."""
 _HALF_SPREAD_STEPS = 300
-"""After so many steps half as much is spread anew in a step as at first."""
+"""After this many steps, each step redistributes half as much wealth as at first."""
 _MAX_LOG_E = 700.0
-"""The logarithm of the largest e-value that is told as a number."""
+"""The logarithm of the largest e-value that is reported as a number."""
 _RANK_CUTS = (0.03, 0.2, 0.5, 0.8, 0.97)
 """Of ranks. They must not come from the calibration data, given which ranks are no longer uniform."""
 _FEWER_OR_MORE = (0.5, 0.75, 4 / 3, 2.0)
 _MORE = (1.5, 2.0, 3.0, 6.0, 20.0)
-"""By which the odds change that a bet is on."""
+"""The factors by which a bet assumes that the odds change."""
 
 
 class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -62,7 +62,7 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     total: float = 0.0  # of what was observed on them
 
     def grow(self, payoffs: Sequence[float], observed: float, example: int) -> None:
-        """By bets that pay so much for 1, the first of them 1, on what was observed at `example` of the stream."""
+        """Update the wealth by the payoffs of all bets (the first is 1) on the observation at `example`."""
         won = list(map(mul, self.shares, payoffs))
         wealth = sum(won)
         anew = 1 / (_HALF_SPREAD_STEPS + self.steps)
@@ -89,7 +89,7 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def mean(self) -> float | None:
-        """Of what was observed since about the change."""
+        """The mean of the observations since the change."""
         return self.total / self.count if self.count else None
 
 
@@ -122,7 +122,7 @@ class RankBets:
         ]
 
     def payoffs(self, rank: float) -> list[float]:
-        """The same of a rank between 0 and 1; each is 1 on average if it is uniform."""
+        """The payoffs of all bets on a rank between 0 and 1; each is 1 on average if ranks are uniform."""
         return self._payoffs[bisect_right(_RANK_CUTS, rank)]
 
 

@@ -1,4 +1,4 @@
-"""What is said where a guarantee cannot be made? Why, and how many examples it would take."""
+"""Why can no guarantee be given? The error with its reason, and how many examples a guarantee would take."""
 
 from itertools import count
 from math import ceil

@@ -55,7 +55,7 @@ class Walk:
         return np.array([[group.units] for group in self.risk_groups], dtype=np.float64)
 
     def fewest_loops(self, passed: int) -> float:
-        """Of these first thresholds."""
+        """The fewest average loops among the first `passed` thresholds."""
         return float(self.loops[:passed].min(initial=self.num_loops))
 
     def proven(self, alpha: float, level: float | None, proof: Proof) -> int:
@@ -69,7 +69,7 @@ class Walk:
         return fixed_sequence(self.p_values(alpha, level, proof, tried).max(axis=0), level)
 
     def p_values(self, alpha: float, level: float, proof: Proof, places: slice = slice(None)) -> Curve:
-        """[groups, G] or those of these places in the walk only."""
+        """[groups, G] the p-values of all thresholds, or of some places in the walk."""
         found = []
         for group, loss in zip(self.risk_groups, self.loss, strict=True):
             if _tests_by_betting(group, proof):
@@ -80,13 +80,13 @@ class Walk:
         return np.stack(found)
 
     def variance(self, number: int, place: int) -> float:
-        """Of the losses of a group's units at this place in the walk."""
+        """The variance of the losses of a group's units at one place in the walk."""
         group = self.risk_groups[number]
         blocks = self.unit_losses(group, slice(place, place + 1), np.arange(group.units))
         return float(np.concatenate(list(blocks)).var())
 
     def worst(self, allowed: float | Curve) -> Curve:
-        """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
+        """[G] the loss of the worst group at each threshold, relative to the loss that is allowed to it."""
         return np.asarray((self.loss / self.units / allowed).max(axis=0))
 
 

@@ -188,7 +188,7 @@ class _ExampleReader:
             size = _CHUNK
 
     def _parsed(self, chunk: list[tuple[int, str]]) -> Examples:
-        """All examples of these lines, or those before the first that is none, which becomes the error."""
+        """The examples of these lines up to the first that is none, which becomes the error."""
         texts = [text for _, text in chunk]
         try:
             return self._parse(texts)

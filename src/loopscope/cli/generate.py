@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MIN_SAVED = 0.05
-"""Share of what full depth takes; a policy that saves less is not worth it."""
+"""The least share of full depth's work that a policy must save; a note names one that saves less."""
 _NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
 _NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
 
@@ -357,7 +357,7 @@ class _TextOutput:
                 journal.add(number, line)
 
     def _lines(self, tokens: Iterator["Token"]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The numbers of prompts as they are finished, and what is written of them."""
+        """The numbers of prompts as their texts finish, with the lines to write."""
         generated: dict[int, list[Token]] = {}
         for token in tokens:
             generated.setdefault(token.key, []).append(token)

@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 from loopscope.errors import UserError, did_you_mean
 
 Execute = Callable[[argparse.Namespace], int | None]
-"""What a verb does; the exit code is 0 where it returns nothing."""
+"""The function of a verb; the exit code is 0 if it returns nothing."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16", "int8")
-"""Those of `models.checkpoint`, which takes PyTorch to import."""
+"""The names in `models.checkpoint`, which would import PyTorch."""
 _VERB, _KIND = "VERB", "WHAT"
 _HELP_WIDTH = 79
 _PLAIN = (
@@ -31,7 +31,7 @@ _PLAIN = (
     (r"^one of the arguments (\S+) (\S+) is required$", r"missing: \1 or \2"),
     (r"^unrecognized arguments: (.*)$", r"'\1' is more than this takes"),
 )
-"""What argparse says, and how it is said here."""
+"""The messages of argparse, and our sentences for them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     _words: Sequence[str] = ()
     takes: str = ""
-    """What a verb takes, in words, where the names of what is missing do not say it."""
+    """The arguments of a verb in words, for the error if some are missing."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{names[option]} {needed if together else excluded}.")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """What the type of an argument says in a sentence of its own is said as it is."""
+        """Keep the sentence that the type of an argument raises, instead of argparse's."""
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{sentence[0].upper()}{sentence[1:]}; see {self.prog} --help.")
 
     def _sentence(self, message: str) -> str:
-        """With a verb or choice that is close to what was typed, or an option close to an unknown one."""
+        """The sentence for argparse's error, with a hint at a similar verb, choice or option."""
         if wrong := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from ", message, re.DOTALL):
             names = ((*action.option_strings, action.metavar, action.dest) for action in self._actions)
             choices = (list(action.choices or ()) for action in self._actions)

@@ -33,13 +33,13 @@ _MIN_NAME = 20
 _MAX_CELL = 44
 """Characters; a longer cell breaks its lines."""
 _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
-"""How the cells of a column of numbers begin, or what they are where there is no number."""
+"""The beginning of a cell with a number, or the whole cell if it has none."""
 _TERMS = {
     "oracle": "oracle: exits at the first right loop, which takes the labels (one point, no D@X)",
     "labels known": "labels known: the cheapest rule that knows the labels",
     "stopper:": "stopper:NAME: a rule learned from all signals together",
 }
-"""What a table may name and no option explains."""
+"""The terms of tables that no option explains."""
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from loopscope.checks.model_contract import Check, CheckKind
 
 KINDS: "tuple[CheckKind, ...]" = ("contract", "precision", "batch", "cache", "replay", "speed")
-"""Those of `checks`, which takes PyTorch to import."""
+"""The names in `checks`, which would import PyTorch."""
 
 
 def define(subparsers: Any) -> None:

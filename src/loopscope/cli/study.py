@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
 _STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
-"""What of a study's checkpoints the command line can change."""
+"""The settings of a study's checkpoints that the command line can change."""
 _USUAL_TFLOPS = 40, 125
 """Between these is what training reaches on a GPU of today, by rule of thumb: none of ours was there to be measured."""
 _HASH_DIGITS = 8
-"""Of an artifact: as many as tell runs apart, and leave room for their names."""
+"""The characters of an artifact's key that tell runs apart and leave room for their names."""
 
 
 def define(subparsers: Any) -> None:

@@ -71,7 +71,7 @@ class FittedGate:
     what: ClassVar[str] = "gate"
 
     def __post_init__(self) -> None:
-        """What is not finite would never exit, and what has another shape would be broadcast."""
+        """Reject weights that are not finite (they would never exit) or have another shape."""
         arrays = {name: as_array(value, f"{name} of a gate") for name, value in self.tensors.items()}
         width = arrays["weight"].shape
         inner = arrays["weight_1"].shape[1:] if "weight_1" in arrays else ()

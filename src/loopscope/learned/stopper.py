@@ -288,7 +288,7 @@ class Stopper:
 
     @cached_property
     def _walk(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """[M] what every node asks for, and [2 M] where it goes on: below, above; of the type that indexes fastest."""
+        """[M] the feature of every node and [2 M] its children (below, above), in the type that indexes fastest."""
         children = np.stack((self.below, self.above), axis=1).ravel()
         return self.feature.astype(np.intp), children.astype(np.intp)
 

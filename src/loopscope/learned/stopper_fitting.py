@@ -28,14 +28,14 @@ from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
 PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0])
-"""Of a loop, in accuracy: at 0.01 a loop is worth it if it makes one more example in a hundred right."""
+"""The prices of a loop, in accuracy: at 0.01, a loop must make one more example in a hundred right."""
 SIGNALS_READ = (*OWN_GATES, *POST_HOC, "patience", "settling", "hidden_acceleration")
-"""Those that a stopper reads, where the recording has them."""
+"""The signals that a stopper reads if the recording has them."""
 _EDGES, _FOLDS = 127, 3
 MIN_EXAMPLES, MIN_UNITS = 100, 10
 """Examples, and sequences or different inputs, below which nothing is learned."""
 MAX_EXAMPLES = 1 << 15
-"""Of more examples, so many drawn at random are fitted to."""
+"""A stopper is fitted to at most this many examples, drawn at random."""
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
@@ -233,7 +233,7 @@ class _StopperFitting:
         return FittedStopper(stopper, out_of_bag)
 
     def _forest(self, loop: int, targets: Signal) -> Signal:
-        """Fits a loop's forest to targets [N, G]; [N, G] what is said of each example by trees that did not have it."""
+        """Fit one loop's forest to targets [N, G]; return out-of-bag predictions [N, G]."""
         now = self._bins[loop]
         before = self._bins[loop - 1] if loop else np.zeros_like(now)
         features = np.concatenate((now, before), axis=1).astype(np.float32)

@@ -37,7 +37,7 @@ class BenchmarkModel(NamedTuple):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the checkpoint and of the benchmark, as the paper has them."""
+        """The names of checkpoint and benchmark, as in the paper."""
         return self.benchmark.model, self.benchmark.title
 
     @property

@@ -15,7 +15,7 @@ _READOUTS = ("fixed", "gate", "oracle", *POST_HOC)
 _HEURISTICS = ("entropy", "top1", "margin")
 _OF_FIXED = "fixed, oracle, readouts: {}"
 _OF_HOST = "fixed, oracle: this trajectory"
-"""Whose they are, as the panels of gates say it: each gate runs on its own trajectory."""
+"""The note on the trajectory of a panel's gates: each gate runs on its own trajectory."""
 GATES = {"linear": "linear gate", "mlp": "MLP gate"}
 _MANO = "mano"
 

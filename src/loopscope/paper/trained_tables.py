@@ -44,21 +44,21 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run whose own value and interval tables show beside those over seeds."""
+        """The first seed's run: tables show its value and interval beside the mean over seeds."""
         return self.models[0]
 
     @property
     def words(self) -> str:
-        """What it was trained with; the task goes without saying."""
+        """The training in words, without the task."""
         return model_label(self.first.provenance, self.first.name)
 
     @property
     def counted(self) -> str:
-        """The same with the number of its runs."""
+        """The training in words, with the number of runs."""
         return self.counting(len(self.models))
 
     def counting(self, seeds: int) -> str:
-        """The same with the number of the runs that are meant."""
+        """The training in words, with the number of some of its runs."""
         return f"{self.words} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
     @property
@@ -74,7 +74,7 @@ class TrainedVariant:
 
 
 Rule = tuple[TrainedVariant | None, str]
-"""Runs, if there are any, and by what they exit."""
+"""A group of runs (None: the report has none), and the rule by which it exits."""
 
 
 def trained_variants(
@@ -121,7 +121,7 @@ class TaskVariants:
         return self.at("none", prior)
 
     def gated(self, gate: str, prior: VariantPrior) -> list[TrainedVariant]:
-        """By beta."""
+        """The models of this gate and prior, by beta."""
         found = [group for group in self.groups if (group.gate, group.prior) == (gate, prior)]
         return sorted(found, key=lambda group: group.beta or 0.0)
 

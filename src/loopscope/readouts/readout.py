@@ -43,9 +43,9 @@ Step = Callable[..., Any]
 GROUP = "loopscope.readouts"
 OwnSource = Literal["logits", "hidden", "gate_logits", "predictions"]
 OWN_SOURCES: tuple[OwnSource, ...] = get_args(OwnSource)
-"""What a user's readout may read: what a running model says, too."""
+"""The values that a custom readout may read: those of a running model."""
 NOT_LIVE = ("correct", None)
-"""What a running model does not say: whether it is right, and signals that only exist recorded."""
+"""The sources that a running model lacks: the right answers, and signals that exist only recorded."""
 
 
 @dataclass(frozen=True)

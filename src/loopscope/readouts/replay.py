@@ -24,7 +24,7 @@ _MISSING = {
 _REPLAYED_ALONE = 4
 """Rows that are replayed once more by themselves."""
 _ROUNDING = 1e-5
-"""What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
+"""The relative difference that another batch may cause in a float32 step, by another order of sums."""
 _RECORDED_ROUNDING = 1e-4
 """How far a recorded signal may lie from what is computed here (relative): it may have been rounded to float32."""
 

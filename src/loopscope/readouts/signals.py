@@ -122,7 +122,7 @@ SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
     "hidden_change": ("hidden", hidden_change),
     "hidden_cosine": ("hidden", hidden_cosine),
 }
-"""What each of the paper's signals is computed from, and how."""
+"""The source and the function of each of the paper's signals."""
 
 
 def as_defined(name: str, values: Signal) -> Signal:

@@ -22,10 +22,10 @@ Specification = dict[str, Any]
 Drawing = Callable[[FigureStyle], Specification]
 Limits = tuple[float, float]
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 2, 2, 2])
-"""In turn, beside colour and mark: a line that another one nearly covers shows through."""
+"""Dashes beside colour and mark, in turn, so that a line shows through another one that covers it."""
 _MARKS_PER_LINE = 5
 _LISTED_DIFFICULTIES = 10
-"""Of a key, where the shades between them tell the rest."""
+"""The number of difficulties in a key; the shades between them tell the rest."""
 wrap = partial(wrapped, break_long_words=False, break_on_hyphens=False)
 
 
@@ -123,11 +123,11 @@ class FigureGrid:
         return self.style.columns(self.panels, self.per_row)
 
     def x_title(self, place: int, title: str) -> str | None:
-        """Below the lowest panel of a column."""
+        """The title of the x axis, for the lowest panel of a column only."""
         return title if place + self.columns >= self.panels else None
 
     def y_title(self, place: int, title: str) -> str | None:
-        """On the left."""
+        """The title of the y axis, for the first panel of a row only."""
         return title if place % self.columns == 0 else None
 
     def panel(self, rows: list[Specification], layers: list[Specification], title: str) -> Specification:

@@ -20,7 +20,7 @@ MAX_KEY_ENTRIES = 8
 _MAX_DIFFICULTIES = 16
 """Lines of one panel that can still be told apart by their shade; more are joined to as many as a key names."""
 _LINE_WIDTH = 0.015
-"""Of a panel's height: lines that are closer are drawn once."""
+"""The share of a panel's height within which two lines are drawn as one."""
 _MAX_END_DISTANCE = 0.15
 """Loops by which the ends of two curves that are called the same may differ."""
 _POINTS_OF_A_MEAN = 61
@@ -51,7 +51,7 @@ class Line:
 
     @classmethod
     def of(cls, frontiers: Sequence[FrontierResult], name: str | None = None) -> "Line":
-        """Of a frontier a seed; of the first alone where they have no depth in common."""
+        """The line of a readout over seeds; of the first seed only if their frontiers have no loops in common."""
         curves = [_points_by_loops(frontier) for frontier in frontiers]
         name, points = name or frontiers[0].readout, frontiers[0].readout in POINTS
         start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
@@ -212,7 +212,7 @@ class Binning:
 
     @property
     def seeds(self) -> int:
-        """As many as have the same difficulties: else the first alone is drawn."""
+        """The number of seeds whose tables have the same difficulties; else 1, because only the first is drawn."""
         return len(self.tables) if all(table.levels == self.tables[0].levels for table in self.tables) else 1
 
     @property
@@ -236,7 +236,7 @@ class Binning:
         return Difficulty(sum(levels[place] for place in places) / len(places), name, tuple(places), ends_training)
 
     def rows(self, shades: Mapping[float, str]) -> Iterable[dict[str, Any]]:
-        """A value with its band, where there is one; shades are the colours of difficulties."""
+        """The values of a panel with their bands, as rows of a chart; shades are the colours of difficulties."""
         shown = self.tables[: self.seeds]
         for line in self.difficulties:
             for loop in range(self.first, len(shown[0].values[0]) + 1):

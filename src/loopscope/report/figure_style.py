@@ -43,7 +43,7 @@ _PLACES = {
     "fitted mlp-ponder": 10,
     "fitted mlp-utility": 11,
 }
-"""Those of the paper's lines, so that a line looks the same in every figure; others take what is free."""
+"""The colours and marks of the paper's lines in every figure; other lines take free ones."""
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
 """For lines of several models."""
 INK, GREY = "#000000", "#777777"
@@ -54,7 +54,7 @@ VERDICTS = {
     "neither": "#009E73",
     "the reference": INK,
 }
-"""Of what is to blame; any other verdict is grey."""
+"""The colours of verdicts, by the part to blame; any other verdict is grey."""
 GLYPHS = {
     "circle": "●",
     "square": "■",
@@ -100,7 +100,7 @@ DARK = {
     "#785EF0": "#A594FF",
     **dict(zip(_ON_LIGHT, _ON_DARK, strict=True)),
 }
-"""What the darker colours become on a dark ground."""
+"""The dark colours and their counterparts on a dark ground."""
 
 
 def looks_of(names: Collection[str]) -> dict[str, Look]:

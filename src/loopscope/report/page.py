@@ -43,7 +43,7 @@ from loopscope.report.verdicts import (
 )
 
 MAX_PAGE_BYTES = 8_000_000
-"""What is too much is left out of the parts of single models."""
+"""The largest page; data of single models are left out above it."""
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
 _SCRIPTS = (
@@ -52,7 +52,7 @@ _SCRIPTS = (
 )
 
 _CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
-"""What a card has of the headline's table."""
+"""The columns of the first table that a card shows."""
 
 
 _TERMS = {
@@ -79,7 +79,7 @@ _TERMS = {
     "oracle": "A rule that knows the right answers, and exits at the first loop that has one.",
     "forced exits": "Every example exits at the same loop: the trajectory itself, without any rule.",
 }
-"""What words of the page mean, for a reader who points at them."""
+"""The meanings of terms, which the page shows when a reader points at them."""
 
 
 class Marker(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Everything that a report can show, each under a name; a product is made where the models that it needs are there."""
+"""What can a report show? Tables and figures by name; a report has the products whose models it contains."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from loopscope.report.tables import Table, transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
-"""What Markdown would read as more than a letter: `_` at the edge of a word, brackets where they would be a link."""
+"""Characters that Markdown reads as markup: `_` at the edge of a word, brackets of a link."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Catalogue:
         return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
-        """The products of these names (or groups of products), as far as the results have what they need."""
+        """Make the products of these names or groups, if the results have the models that they need."""
         made = (self._make(name, results) for name in self.names(names))
         return [product for product in made if product is not None]
 

@@ -1,4 +1,4 @@
-"""The tables of every report, once, for the terminal, for Markdown and for the page; without rows, one is left out."""
+"""The tables of every report, for the terminal, for Markdown and for the page; empty tables are left out."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from loopscope.report.curves import Binning, joined_mean
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 NOTHING = "-"
-"""In a cell that can have no value."""
+"""The text of a cell that can have no value."""
 MAX_LISTED_MODELS = 5
 """Models that a note names."""
 

@@ -1,4 +1,4 @@
-"""What does a reader see first? What the report is of, and a line a model: its loops, and in words why.
+"""What does a reader see first? The title of a report, and one line per model: its verdict, loops and reasons.
 
 Words and figures are those of the analysis (`Diagnosis.against_reference`, `Diagnosis.own_gate`).
 """
@@ -18,7 +18,7 @@ from loopscope.report import tables
 from loopscope.report.figure_style import GREY, VERDICTS
 
 _MAX_NAMES = 2
-"""Models or tasks that a title names; of more it says how many."""
+"""A title names at most this many models or tasks; of more it gives their number."""
 _SHORT = {
     "readout": "its readout (the gate) is to blame",
     "trajectory": "its trajectory is to blame",

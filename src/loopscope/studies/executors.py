@@ -38,10 +38,10 @@ from loopscope.training.settings import RunSettings
 
 Executor = Literal["local", "ray"]
 StepResult = BaseException | str | None
-"""What became of a step: an error, or that something it needs failed, or (None) that it is done."""
+"""The result of a step: an error, `_HELD_UP` (a step that it needs failed), or None (done)."""
 _HELD_UP = "held up"
 _LEAVING_SECONDS = 10.0
-"""In which a worker with nothing to do ends."""
+"""The seconds in which an idle worker ends."""
 _RAY_RETRIES = 10
 _RAY_SECONDS = 1.0
 """Between two looks at the store."""
@@ -135,7 +135,7 @@ class StudyWork:
         self._advance(sum(self._done.values()), self._units, "")
 
     def end(self, step: Step, result: StepResult) -> None:
-        """Notes an error that says what to do; any other is raised."""
+        """Note an error of a step that tells the user what to do; raise any other error."""
         if isinstance(result, UserError | str):
             self._failed[step.key] = result
         elif result is not None:
@@ -148,7 +148,7 @@ class StudyWork:
         return step.key in self._failed
 
     def check_failures(self) -> None:
-        """Says what failed, if anything did."""
+        """Raise an error that lists the failed steps, if there are any."""
         errors = [f"{key}: {error}" for key, error in self._failed.items() if isinstance(error, UserError)]
         if not errors:
             return
@@ -249,7 +249,7 @@ class _Worker:
         self.pipe.send(step)
 
     def end(self) -> StepResult:
-        """What became of its step, which has ended."""
+        """The result of the worker's step, which has ended."""
         self.step = None
         try:
             result: StepResult = self.pipe.recv()

@@ -80,7 +80,7 @@ class Model:
         return {msgspec.structs.replace(recording, hidden=hidden).key for hidden in (True, False)}
 
     def result(self, store: Path) -> ModelResult:
-        """Its result under its name; what is on disk knows neither names nor places."""
+        """The model's result under its name; the store knows neither names nor places."""
         made = msgspec.structs.replace(self.analysis.result(store), name=self.name)
         if self.checkpoint is None or made.benchmark is None:
             return made
@@ -143,7 +143,7 @@ class Plan:
         return assemble_results(made, as_targets(self.study.targets), timed, found)
 
     def _transferred(self, model: Model, done: Sequence[Model], store: Path) -> list[TransferResult]:
-        """What its rules do on the models that are analysed so far."""
+        """The results of transfer to the models that are analysed so far."""
         if model.transfer is None or not model.transfer.done(store):
             return []
         names = {other.analysis.key: other.name for other in self.models}
@@ -151,13 +151,13 @@ class Plan:
         return [each for each in model.transfer.result(store, names) if each.stops in shown]
 
     def details(self, results: Results, store: Path) -> Iterator[ThresholdDetails]:
-        """What the page looks up of the models that have results, in their order."""
+        """The page's details of the analysed models, in their order."""
         known = {model.name: model for model in self.models}
         return (known[model.name].analysis.details(store) for model in results.models)
 
     @property
     def steps(self) -> list[Step]:
-        """Every step, what is needed before what needs it."""
+        """Every step, in an order in which they can be done."""
         return all_steps(step for model in self.models for step in model.goals)
 
     def link(self, store: Path, folder: Path) -> None:

@@ -70,7 +70,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
     @property
     def needs(self) -> "tuple[Step, ...]":
-        """The steps that must be done before: those that it holds."""
+        """The steps that must be done before this one: its inputs."""
         return tuple(_steps_in(tuple(getattr(self, name) for name in self.__struct_fields__)))
 
     @cached_property
@@ -79,7 +79,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
     @property
     def content(self) -> dict[str, object]:
-        """What the artifact depends on; the steps that are needed go in by their keys."""
+        """The inputs of the artifact, with needed steps as their keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         left_out = {name for name in self.optional if fields[name] in ("", None)}
         described = {name: _inputs_with_keys(value) for name, value in fields.items() if name not in left_out}
@@ -104,7 +104,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
         """Makes the artifact."""
 
     def write(self, store: Path, fill: Callable[[Path], None]) -> None:
-        """Writes the artifact, which `fill` puts into a folder, with what it was made of."""
+        """Write the artifact, which `fill` puts into a folder, with its inputs."""
         with artifact_folder(self.folder(store), self.kind) as scratch:
             fill(scratch)
             write_manifest(scratch, self.kind, self.version, {}, {"made_of": plain(self.content)})
@@ -135,7 +135,7 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def check(self, store: Path) -> None:
-        """Says before anything is trained what is wrong with an objective or a model of the user's own."""
+        """Reject a custom objective or model with an error, before any training."""
         with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
         if self.settings.model.is_custom:
             check_model(initial_model(self.settings).eval())
@@ -325,7 +325,7 @@ class Transfer(Step, frozen=True, kw_only=True):
 
     @property
     def needs(self) -> tuple[Step, ...]:
-        """Recordings and gates; what the analyses say is not asked."""
+        """Recordings and gates; transfer does not need the analyses."""
         read = [step for each in self.onto for step in (each.validation, each.test)]
         return (self.of.validation, *self.of.gates, *read)
 
@@ -344,7 +344,7 @@ class Transfer(Step, frozen=True, kw_only=True):
         self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
 
     def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
-        """What was found, under the names of the models, by the keys of their analyses."""
+        """The results of transfer under the names of the models, found by the keys of their analyses."""
         found = read_json(list[TransferResult], self.checked_folder(store) / "transfer.json", "transfer")
         return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
 
