@@ -38,9 +38,9 @@ from loopscope.learned.stopper import StopperKind
 from loopscope.learned.stopper_fitting import fit_stopper
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent, track
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.recording_paths import find_recording, recorded_name
-from loopscope.threshold_grids import available_readouts, gap_grid
+from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import Trajectory
 
 MAX_DROP, CONFIDENCE = 0.01, 0.95

@@ -393,6 +393,13 @@ def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[
     return accuracy, loops
 
 
+def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
+    """The accuracy and average loops of a policy that is replayed on a recording."""
+    loops = policy.exit_loops(trajectory)
+    right = trajectory.correct[np.arange(len(loops)), loops - 1]
+    return float(right.mean()), float(loops.mean())
+
+
 def swept_exits(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
     """[N, G] the exit loop of every example at every threshold of a readout."""
     points = np.asarray(thresholds, dtype=np.float64)

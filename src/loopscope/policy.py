@@ -530,10 +530,3 @@ def _remove_unused_gates(path: Path) -> None:
         others = (o for o in path.parent.glob("*") if o.is_file() and o.stat().st_size < _MAX_POLICY_BYTES)
         if not any(old.name.encode() in other.read_bytes() for other in others):
             old.unlink(missing_ok=True)
-
-
-def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
-    """The accuracy and average loops of a policy that is replayed on a recording."""
-    loops = policy.exit_loops(trajectory)
-    right = trajectory.correct[np.arange(len(loops)), loops - 1]
-    return float(right.mean()), float(loops.mean())

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.readouts.readout import READOUTS, Readout, find_readout, required_readout
-from loopscope.readouts.replay import has_signal, signal
-from loopscope.readouts.signals import FITTED, SIGNALS, STOPPER, is_gate
+from loopscope.readouts.readout import Readout, find_readout, required_readout
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import SIGNALS, STOPPER, is_gate
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -138,12 +138,6 @@ def eagerness(readout: str, trajectory: Trajectory) -> Curve:
     """
     values = signal(readout, trajectory)[:, :-1]
     return np.fmax.accumulate(values if required_readout(readout).exits == "above" else -values, axis=1)
-
-
-def available_readouts(*trajectories: Trajectory) -> list[str]:
-    """The readouts that every one of these recordings has the data for."""
-    fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
-    return [name for name in (*READOUTS, *fitted) if all(has_signal(name, each) for each in trajectories)]
 
 
 def is_whole(values: Curve) -> bool:

@@ -22,8 +22,7 @@ from loopscope.analysis.threshold_details import (
     sample_by_pattern,
     slider_targets,
 )
-from loopscope.frontier import crossings, exit_loops, laxest_first
-from loopscope.policy import accuracy_and_loops
+from loopscope.frontier import accuracy_and_loops, crossings, exit_loops, laxest_first
 from loopscope.threshold_grids import grid
 
 Made = tuple[Results, list[ThresholdDetails]]

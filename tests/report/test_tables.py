@@ -185,7 +185,7 @@ def test_without_a_verdict_nothing_is_learned(name: str, tmp_path: Path, monkeyp
     def learned(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("loopscope.analysis.gaps.fit_out_of_bag", learned)
+    monkeypatch.setattr("loopscope.learned.stopper_fitting.fit_out_of_bag", learned)
     for recording in MODELS[name]:
         recording.save(tmp_path / str(recording.split))
     assert main(["diagnose", str(tmp_path)]) == 0

@@ -29,9 +29,9 @@ from loopscope.errors import UserError
 from loopscope.frontier import curve, swept_exits
 from loopscope.leaks import check_calibration
 from loopscope.readouts.readout import needs_labels
-from loopscope.readouts.replay import gate_readout, has_signal
+from loopscope.readouts.replay import available_readouts, gate_readout, has_signal
 from loopscope.readouts.signals import STOPPER, is_gate, own_gate
-from loopscope.threshold_grids import available_readouts, fine_grid
+from loopscope.threshold_grids import fine_grid
 from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]

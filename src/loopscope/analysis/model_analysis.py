@@ -35,10 +35,9 @@ from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.readouts.signals import FITTED, STOPPER, own_gate, own_name
 from loopscope.recording_paths import find_recordings, recorded_name
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 

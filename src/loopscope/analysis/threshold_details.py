@@ -21,9 +21,8 @@ from loopscope.analysis.targets import Target
 from loopscope.frontier import Frontier, crossings, laxest_first
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import has_threshold, needs_labels
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.scope import Unit, unit_of
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 Counts = NDArray[np.int64]

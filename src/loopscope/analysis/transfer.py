@@ -26,8 +26,9 @@ from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, w
 from loopscope.policy import NEVER, ExitPolicy, chosen_scope
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import required_readout
+from loopscope.readouts.replay import available_readouts
 from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, is_gate, own_name
-from loopscope.threshold_grids import available_readouts, fine_grid
+from loopscope.threshold_grids import fine_grid
 from loopscope.trajectory import Trajectory
 
 

@@ -57,7 +57,8 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.threshold_grids import available_readouts, gap_grid
+from loopscope.readouts.replay import available_readouts
+from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import Trajectory
 
 _NORMAL_95 = 1.959964

@@ -20,8 +20,8 @@ from loopscope.errors import UserError
 from loopscope.frontier import Frontier, sweep
 from loopscope.learned.attach import attach
 from loopscope.readouts.readout import needs_labels
+from loopscope.readouts.replay import available_readouts
 from loopscope.recording_paths import find_recording, find_recordings
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 if TYPE_CHECKING:

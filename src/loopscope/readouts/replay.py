@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from loopscope.errors import UserError, check_known
-from loopscope.readouts.readout import Readout, find_readout
+from loopscope.readouts.readout import READOUTS, Readout, find_readout
 from loopscope.readouts.signals import CONVERGENCE, FITTED, OWN_GATES, SIGNALS, Array, Signal, as_defined, by_chunks
 from loopscope.trajectory import NO_LABELS, Trajectory
 
@@ -152,6 +152,12 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
             raise
         warnings.warn(f"{error} It is left out here.", stacklevel=2)  # the others are not to suffer from it
         return False
+
+
+def available_readouts(*trajectories: Trajectory) -> list[str]:
+    """The readouts that every one of these recordings has the data for."""
+    fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
+    return [name for name in (*READOUTS, *fitted) if all(has_signal(name, each) for each in trajectories)]
 
 
 def replayed(definition: Readout, values: Array) -> Signal:
