@@ -94,7 +94,7 @@ def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FI
     """Read a JSON file as a struct of the type `kind`; `what` names the file in errors."""
     data = read_bytes(path, what, largest)
     try:
-        data.decode()  # all of it: what a kind does not name is not looked at
+        data.decode()  # all of it, because the decoder skips unknown keys
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_describe_misfit(error, kind)}") from None

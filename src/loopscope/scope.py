@@ -40,10 +40,10 @@ _WORDS: dict[str, str] = {
 class Scope(Settings, frozen=True, kw_only=True):
     """The scope of a threshold: unit, score, state, cache and precision of the decisions it was chosen on."""
 
-    unit: Unit | None = None  # what one decision is about
-    score: Score | None = None  # of questions: what is compared
+    unit: Unit | None = None  # the unit of one decision
+    score: Score | None = None  # of questions: the score that is compared
     state: StateRead | None = None  # of questions: where state and gate are read
-    cache: CacheMode | None = None  # of tokens: what later ones find of those that exited
+    cache: CacheMode | None = None  # of tokens: the cache entries that exited tokens leave for later ones
     precision: str | None = None  # of the weights
     model: str | None = None  # the hash of its weights and configuration
     definition: str | None = None  # the hash of a user's readout, as it was when the threshold was chosen

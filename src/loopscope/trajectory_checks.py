@@ -50,7 +50,7 @@ def check_contents(trajectory: Any) -> None:
         raise UserError(f"provenance is saved as JSON, and this is none ({error}).") from None
     for problem in chain(_shape_problems(trajectory), _value_problems(trajectory)):
         raise UserError(problem)
-    if "keeps_hidden" not in trajectory.provenance:  # which what LoopScope records has
+    if "keeps_hidden" not in trajectory.provenance:  # LoopScope puts this key into its own recordings
         _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
         _warn_of_copies(trajectory.logits)
 

@@ -99,7 +99,7 @@ class Comparison(Tabular):
 
     selected: Paired  # at the operating points that validation chose
     depth: Gap | None  # in D@X; None where they reach nothing above chance together
-    tested: str  # what they were compared on, in words
+    tested: str  # the examples of the comparison, in words
     units: int  # that were resampled: examples, or the sequences or distinct inputs that they belong to
     without_depth: str = ""  # why no depth is compared: a model that is not above chance, or has one loop
 

@@ -36,14 +36,14 @@ class Binned(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Ordering:
-    """Signed rank correlation with difficulty, averaged over loops: 1 means that harder always looks harder."""
+    """The rank correlation of a signal with difficulty, averaged over loops: 1 if harder always looks harder."""
 
     bin_mean: float | None  # between difficulty and the bin means, as in the paper
     per_example: float | None  # between difficulty and the signal of single examples
 
 
 class Selected(msgspec.Struct, frozen=True):
-    """The operating point that validation chose."""
+    """The operating point of a readout that validation chose, in `results.json`."""
 
     threshold: float | None
     accuracy: float
@@ -60,7 +60,7 @@ class Selected(msgspec.Struct, frozen=True):
 
 
 class FrontierResult(msgspec.Struct, frozen=True):
-    """A readout's curve, some of its points for drawing; depths and the selected point are of all of its grid."""
+    """The frontier of a readout in `results.json`: points for drawing, D@X and the selected point."""
 
     readout: str
     thresholds: list[float]
@@ -75,14 +75,14 @@ class FrontierResult(msgspec.Struct, frozen=True):
 
 
 class PaperGrid(msgspec.Struct, frozen=True):
-    """What stands beside the paper's numbers: the same on its grid of thresholds."""
+    """The frontiers on the paper's grid of thresholds in `results.json`, beside the paper's numbers."""
 
     frontiers: list[FrontierResult]
     paired: list[Paired]
 
 
 class Extrapolation(msgspec.Struct, frozen=True):
-    """Examples harder than those of training."""
+    """The results on examples that are harder than those of training, in `results.json`."""
 
     examples: int
     forced_accuracy_by_difficulty: Binned
@@ -90,7 +90,7 @@ class Extrapolation(msgspec.Struct, frozen=True):
 
 
 class Certified(msgspec.Struct, frozen=True):
-    """A calibrated policy, and how it did on test data."""
+    """A calibrated policy in `results.json`, with its check on test data."""
 
     readout: str
     threshold: float | None
@@ -106,7 +106,7 @@ class Certified(msgspec.Struct, frozen=True):
 
 
 class SubjectResult(msgspec.Struct, frozen=True):
-    """The questions of a benchmark that are of one subject."""
+    """The questions of one subject of a benchmark in `results.json`."""
 
     name: str
     questions: int
@@ -114,7 +114,7 @@ class SubjectResult(msgspec.Struct, frozen=True):
 
 
 class BenchmarkResult(msgspec.Struct, frozen=True):
-    """Which checkpoint answered which benchmark, and what else its answers say."""
+    """The checkpoint and the benchmark of a model in `results.json`, with accuracy by metric and subject."""
 
     model: str
     name: str
@@ -199,7 +199,7 @@ class OverSeeds:
 
 
 class GroupResult(msgspec.Struct, frozen=True):
-    """Runs that differ in their seed only, together."""
+    """The runs that differ only in their seed in `results.json`, summarised over seeds."""
 
     label: str
     names: list[str]
@@ -210,7 +210,7 @@ class GroupResult(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Over the rounds."""
+    """The median of a measurement over rounds, with its quartiles, in `results.json`."""
 
     median: float
     lower_quartile: float
@@ -224,7 +224,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What the machine could do while this was measured."""
+    """The speed of the machine during a measurement, in `results.json`."""
 
     threads: int
     rounds: int
@@ -236,7 +236,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class PolicyLatency(msgspec.Struct, frozen=True):
-    """One policy on the questions or examples that were timed. Ratios are taken within a round."""
+    """The time of one policy in `results.json`; ratios are taken within a round."""
 
     readout: str
     threshold: float | None
@@ -248,7 +248,7 @@ class PolicyLatency(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """A checkpoint on a benchmark, or a run on its task, timed; the others are compared with the first policy."""
+    """The times of a checkpoint on a benchmark, or of a run on its task, in `results.json`."""
 
     model: str
     benchmark: str | None  # None: the task of the run of this name

@@ -69,7 +69,7 @@ class ExitsByThreshold(msgspec.Struct, frozen=True):
     """How many examples exit at each loop, by threshold, difficulty and outcome, for the page."""
 
     exits: list[list[list[int]]]  # [G][L][T] how many of each difficulty exit at each loop
-    right: list[list[int]]  # [G][L] how many of those are right
+    right: list[list[int]]  # [G][L] how many of these exits are right
     outcomes: list[list[int]]  # [G][5] how many have each of OUTCOMES
 
 
@@ -115,7 +115,7 @@ class DetailedFrontier:
     """A frontier, and the thresholds of its grid that the page shows: a sample, and the certified ones."""
 
     frontier: Frontier
-    depths: Curves  # on the whole grid: what D@X is read from
+    depths: Curves  # on the whole grid, for D@X
     thresholds: NDArray[np.float64]  # [G]
     on_grid: NDArray[np.bool_]  # [G]
     resampled: Curves  # [1 + R, G]

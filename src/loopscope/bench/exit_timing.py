@@ -87,7 +87,7 @@ class ExitBench(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BenchedModel:
-    """A model to time with its policies, its examples and their recording."""
+    """A model whose exits are timed: its policies, its examples and their recording."""
 
     name: str
     model: LoopedModel

@@ -80,7 +80,7 @@ def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
 
 
 def min_units(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = True) -> int | None:
-    """About the fewest units that prove a threshold with the observed loss `rate`; None if it is too near to alpha.
+    """About the fewest units that prove a threshold with the observed loss `rate`; None if `rate` is too near to alpha.
 
     Without a delta: those that conformal risk control needs.
     """
@@ -145,14 +145,16 @@ def betting_p_values(losses: Iterable[Values], units: int, alpha: float, level: 
                 wealth, total = np.ones_like(loss), np.full_like(loss, before * alpha)
                 highest, squares = wealth.copy(), np.full_like(loss, _UNSEEN)
             bet = _stakes(wealth * level, squares / (before + seen), units - seen, alpha)
-            bet = np.where(highest * level < _ENOUGH, np.minimum(bet, largest), 0.0)  # who has enough stops
+            bet = np.where(
+                highest * level < _ENOUGH, np.minimum(bet, largest), 0.0
+            )  # no more bets on enough wealth
             wealth = np.maximum(wealth * (1 + bet * (alpha - loss)), 0.0)
             highest = np.maximum(highest, wealth)
             mean = total / (before + seen)
             seen, total = seen + 1, total + loss
             squares += (loss - mean) * (loss - total / (before + seen))
     assert seen == units
-    return 1 / highest * (_ENOUGH)  # what is just enough must not fail by its last digit
+    return 1 / highest * (_ENOUGH)  # wealth that is just enough must not fail by its last digit
 
 
 def _stakes(reached: Values, variance: Values, left: int, alpha: float) -> Values:

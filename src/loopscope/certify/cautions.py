@@ -65,7 +65,7 @@ def _guessing_caution(recorded: Recorded, loss: Loss) -> Iterator[str]:
     """Warn about a model that is not above chance, by an exact binomial test: it has nothing to lose."""
     labels = recorded.labels
     assert labels is not None
-    if (labels == labels[0]).all():  # whatever is always right cannot be told from knowledge
+    if (labels == labels[0]).all():  # a constant answer cannot be told from knowledge
         return
     answers, logits = (
         (recorded.full_depth, None) if isinstance(recorded, LiveRuns) else (recorded.predicted[:, -1], recorded.logits)

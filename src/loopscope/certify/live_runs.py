@@ -53,8 +53,8 @@ class LiveRuns:
     rule: ExitPolicy  # the first candidate
     thresholds: NDArray[np.float64]  # [C]
     loops: Array  # [C, N] that each token took
-    predictions: Array  # [C, N] what each said
-    full_depth: Array  # [N] what full depth says
+    predictions: Array  # [C, N] the answers of each candidate
+    full_depth: Array  # [N] the answers at full depth
     labels: Array  # [N] the token that came
     sequences: Array  # [N] the document
     contents: LiveContents

@@ -59,7 +59,7 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lowest: float = 0.0
     since: Tally = 0  # the example after which it was lowest: about where a change began
     count: Tally = 0  # of units since then
-    total: float = 0.0  # of what was observed on them
+    total: float = 0.0  # the sum of the observations since then
 
     def grow(self, payoffs: Sequence[float], observed: float, example: int) -> None:
         """Update the wealth by the payoffs of all bets (the first is 1) on the observation at `example`."""
@@ -176,7 +176,7 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The state of a monitor in its file, with which another process continues."""
 
     schema_version: Literal[2] = 2
-    policy: str  # a hash of what it was calibrated to
+    policy: str  # the hash of the policy
     alpha: Share
     seed: Seed
     counts: list[Tally]  # of exits, the calibration data's and the stream's

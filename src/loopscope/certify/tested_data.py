@@ -34,7 +34,7 @@ class Outcome:
 
     loops: NDArray[np.int64]  # [N]
     predicted: Array  # [N]
-    full_depth: Array  # [N] what full depth answers
+    full_depth: Array  # [N] the answers at full depth
     labels: Array | None  # [N]
 
     @classmethod

@@ -77,7 +77,7 @@ def _examples_file(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope answer` was asked."""
+    """Execute `loopscope answer` with its parsed arguments."""
     settings = inputs.finished_run(options.run, options.with_model)
     task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
@@ -177,7 +177,7 @@ class _ExampleReader:
     def requests(self) -> Iterator["ls.Request"]:
         read = enumerate(iter(partial(self._lines.readline, _MAX_LINE), ""), start=1)
         numbered = ((number, line.strip()) for number, line in read if line.strip())
-        key, size = 0, 1  # the first alone: what is wrong with it is said before a model is loaded
+        key, size = 0, 1  # the first line alone, so that its error comes before a model is loaded
         while self.error is None and (chunk := list(islice(numbered, size))):
             examples = self._parsed(chunk)
             rows = zip(examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)

@@ -73,7 +73,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope calibrate` was asked."""
+    """Execute `loopscope calibrate` with its parsed arguments."""
     folder = find_recording(options.recording, "validation")
     inputs.check_readouts(options.readout, auto=True)
     target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
@@ -137,7 +137,7 @@ def _print_calibrated(policy: ExitPolicy, path: Path, live: bool) -> None:
         ["chosen among", ", ".join(guarantee.candidates)],
         ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
     ]
-    boldest = "loops of the boldest candidate that was run within the limit"  # what bolder ones would lose was not run
+    boldest = "loops of the boldest candidate that was run within the limit"  # bolder ones were not run
     limit = boldest if live else "loops where the observed loss meets the limit"
     rows.append([limit, f"{guarantee.average_loops_at_limit:.3f}"])
     if guarantee.full_depth_accuracy is not None:

@@ -137,7 +137,7 @@ def _prompt_text(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope generate` was asked."""
+    """Execute `loopscope generate` with its parsed arguments."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
     rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
@@ -305,7 +305,7 @@ def read_prompts(path: Path) -> Iterator[GivenPrompt]:
 
 
 def _decoded_line(line: str, kind: type[T]) -> T | None:
-    """A line of JSON as a struct; None if it does not fit."""
+    """A line of a .jsonl file of prompts as a struct; None if it does not fit."""
     try:
         return msgspec.json.decode(line.encode(), type=kind)
     except (ValueError, RecursionError):

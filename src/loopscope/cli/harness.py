@@ -49,7 +49,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope harness` was asked."""
+    """Execute `loopscope harness` with its parsed arguments."""
     policy = None if options.policy is None else inputs.load_policy(options.policy, options.any_model)
     check_tasks(options.tasks, options.data)
     num_loops = read_model_shape(inputs.find_model(options.model, text=True)).num_loops

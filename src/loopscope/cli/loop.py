@@ -43,7 +43,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope loop` was asked."""
+    """Execute `loopscope loop` with its parsed arguments."""
     path = Path(options.checkpoint)
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)

@@ -55,13 +55,13 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope report` was asked."""
+    """Execute `loopscope report` with its parsed arguments."""
     targets = target_accuracies(options.at)
     runs, reference = _reported_runs(options)
     if options.transfer and len(runs) < 2:
         raise UserError("--transfer replays the rules of one run on another; give two runs or more.")
     for path in options.policy:
-        inputs.load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
+        inputs.load_policy(path, options.any_model)  # rejects a bad policy before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
     from loopscope.paper.counterparts import PRODUCTS
     from loopscope.report.write import check_report_place

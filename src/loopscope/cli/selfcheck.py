@@ -45,7 +45,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what `loopscope selfcheck` was asked."""
+    """Execute `loopscope selfcheck` with its parsed arguments."""
     folder = find_model(options.model, text=options.text is not None)
     if is_of_task(folder):
         finished_run(folder, options.with_model)

@@ -41,7 +41,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope sweep` was asked."""
+    """Execute `loopscope sweep` with its parsed arguments."""
     if len(options.recordings) > 2:
         raise UserError("Give a run, or two recordings: one for choosing thresholds, and one for evaluating them.")
     folders = _two_recordings(options.recordings)

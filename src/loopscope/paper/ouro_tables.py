@@ -232,7 +232,7 @@ def _operating_points(model: ModelResult) -> Iterable[tuple[str, str]]:
 
 
 def _operating_point_text(frontier: FrontierResult) -> str:
-    """An operating point as text: accuracy at average loops."""
+    """An operating point in an Ouro table: accuracy at average loops."""
     return f"{rounded_percent(frontier.selected.accuracy)} at {frontier.selected.average_loops:.2f}"
 
 
@@ -244,7 +244,7 @@ def _point_cells(frontier: FrontierResult) -> tuple[str, str]:
 
 
 def _bounds_text(interval: Interval | None, scale: float, digits: int) -> str:
-    """The bounds of an interval as text."""
+    """The bounds of an interval in an Ouro table."""
     return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
 
 
@@ -254,5 +254,5 @@ def _timed_role(readout: str) -> str:
 
 
 def _printed(point: PublishedPoint) -> str:
-    """A published operating point as text."""
+    """A published operating point in an Ouro table."""
     return f"{rounded_percent(point.accuracy)} at {point.loops:.2f}"

@@ -149,7 +149,7 @@ class TaskVariants:
 
 
 def prior_words(prior: VariantPrior) -> str:
-    """A depth prior in words."""
+    """A depth prior in the words of the paper's tables."""
     return "uniform" if prior == "uniform" else f"geometric {prior:g}"
 
 
@@ -451,7 +451,7 @@ def _operating_point_cells(group: TrainedVariant, readout: str) -> tuple[str, st
 
 
 def _first_seed_text(group: TrainedVariant, value: float | None, bounds: Interval | None, percent: bool = False) -> str:
-    """The first seed's value and interval as text; an interval over few resamples gives only their share."""
+    """The first seed's value and interval in a counterpart table; an interval of few resamples is a share."""
     if bounds is None or bounds.reached < 0.01:
         return ""
     scale, digits = (100, 1) if percent else (1, 2)
@@ -464,5 +464,5 @@ def _first_seed_text(group: TrainedVariant, value: float | None, bounds: Interva
 
 
 def _published_text(value: PublishedValue) -> str:
-    """A published value as text."""
+    """A published value in a counterpart table: mean ± deviation."""
     return f"{value.mean:.2f} ± {value.deviation:.2f}"

@@ -71,7 +71,7 @@ def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page")
     chosen = STYLES[style]
     specification = drawing(chosen)
     svg = vl_convert.vegalite_to_svg(specification)
-    if chosen.total is not None:  # what axes and titles take is known once they are drawn
+    if chosen.total is not None:  # the room of axes and titles is known after drawing
         found = re.search(r'<svg[^>]* width="([\d.]+)', svg)
         assert found is not None
         fitted = chosen.width + (chosen.total - float(found[1])) / specification["usermeta"]["columns"]

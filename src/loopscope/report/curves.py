@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 class Line:
     """A line of a frontier figure: accuracy against average loops, with a band over seeds or test examples."""
 
-    name: str  # a readout's, or what the legend should say
+    name: str  # a readout's name, or words of the legend
     loops: Floats
     accuracy: Floats
     low: Floats
@@ -97,7 +97,7 @@ class Panel:
     target: float | None  # the accuracy that is sought of its model; None without a verdict
     chosen: tuple[str, ...] = ()  # names of lines that are never left out
     same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
-    note: str = ""  # what the panel says of its lines
+    note: str = ""  # the panel's note on its lines
 
     @property
     def heights(self) -> tuple[float, float]:

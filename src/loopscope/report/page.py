@@ -169,7 +169,7 @@ def _visible_on_page(value: Any) -> Any:
         return visible(str(value))
     if type(value) is str:
         return visible(value).replace(" %", "\N{NO-BREAK SPACE}%")
-    return value  # what is marked as safe is the page's own
+    return value  # markup that is marked as safe comes from the page
 
 
 def _content_security_policy(scripts: Iterable[str], style: str) -> str:
@@ -260,7 +260,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             "seed": seed_of(model),
             "loops": len(model.forced_accuracy),
             "examples": model.test_examples,
-            "tested": model.tested,  # how many test examples there are, and of what
+            "tested": model.tested,  # the number of test examples, in words
             "target": None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             "chance": model.diagnosis.chance,
             "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
@@ -284,7 +284,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
         "paper": markers,
         "styles": looks_of({curve.readout for own in details for curve in own.curves}),  # colour and shape
         "colours": MODELS,
-        "dark": DARK,  # what a colour is on a dark ground
+        "dark": DARK,  # each colour on a dark ground
         "outcomes": OUTCOMES,
     }
 

@@ -25,7 +25,7 @@ class Product:
     name: str
     title: str
     note: str
-    paper: str  # what it is the counterpart of, or nothing
+    paper: str  # the figure or table of the paper that it stands for, or empty
     table: Table | None = None
     figure: Drawing | None = None
 
