@@ -145,9 +145,7 @@ def betting_p_values(losses: Iterable[Values], units: int, alpha: float, level: 
                 wealth, total = np.ones_like(loss), np.full_like(loss, before * alpha)
                 highest, squares = wealth.copy(), np.full_like(loss, _UNSEEN)
             bet = _stakes(wealth * level, squares / (before + seen), units - seen, alpha)
-            bet = np.where(
-                highest * level < _ENOUGH, np.minimum(bet, largest), 0.0
-            )  # no more bets on enough wealth
+            bet = np.where(highest * level < _ENOUGH, np.minimum(bet, largest), 0.0)  # no more bets on enough wealth
             wealth = np.maximum(wealth * (1 + bet * (alpha - loss)), 0.0)
             highest = np.maximum(highest, wealth)
             mean = total / (before + seen)
