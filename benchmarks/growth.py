@@ -38,10 +38,10 @@ from loopscope.errors import UserError
 from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, track
+from loopscope.readouts.replay import available_readouts
 from loopscope.recording.recording_folder import Arrays, write_recording
 from loopscope.recording.task_recording import record_task
 from loopscope.report.write import report
-from loopscope.threshold_grids import available_readouts
 from loopscope.training.settings import read_settings
 from loopscope.training.task_run import train
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory

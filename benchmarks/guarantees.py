@@ -32,15 +32,15 @@ from loopscope.certify.not_proven import NotProven
 from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.errors import UserError
-from loopscope.frontier import crossings, totals
+from loopscope.frontier import crossings, totals_at_exit
 from loopscope.learned.attach import attach
 from loopscope.learned.stopper import StopperKind
 from loopscope.learned.stopper_fitting import fit_stopper
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent, track
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.recording_paths import find_recording, recorded_name
-from loopscope.threshold_grids import available_readouts, gap_grid
+from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import Trajectory
 
 MAX_DROP, CONFIDENCE = 0.01, 0.95
@@ -295,7 +295,7 @@ def _risks(population: Population, readout: str, thresholds: Array, trajectory: 
     parts = risk_groups(trajectory, population.risk_options.get("per_difficulty", False))
     risks = [part.totals(crossed, lost, size) / part.units for part in parts]
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
-    return np.max(risks, axis=0), totals(crossed, depth, size) / trajectory.num_examples
+    return np.max(risks, axis=0), totals_at_exit(crossed, depth, size) / trajectory.num_examples
 
 
 def hindsight(population: Population) -> float:

@@ -19,8 +19,8 @@ from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.inputs import device_of
 from loopscope.cli.options import Parser, add_shared, option
 from loopscope.errors import UserError
-from loopscope.frontier import sweep
-from loopscope.policy import ExitPolicy, accuracy_and_loops
+from loopscope.frontier import accuracy_and_loops, sweep
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, track
 from loopscope.readouts.readout import READOUTS
 from loopscope.readouts.replay import signal

@@ -12,8 +12,7 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.frontier import choose, curve, swept_thresholds
-from loopscope.policy import accuracy_and_loops
+from loopscope.frontier import accuracy_and_loops, choose, curve, swept_thresholds
 from loopscope.threshold_grids import GATE_GRID
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")

@@ -12,7 +12,14 @@ from benchmark_slices import DATA, asked, byte_pairs
 from conftest import GOLDEN
 
 from loopscope.errors import UserError
-from loopscope.questions import BENCHMARKS, Question, _definitions, benchmark_named, encode_questions, load_questions
+from loopscope.questions import (
+    BENCHMARKS,
+    Question,
+    _task_definitions,
+    benchmark_named,
+    encode_questions,
+    load_questions,
+)
 
 
 def golden_requests(benchmark: str) -> dict[str, list[dict[str, Any]]]:
@@ -52,8 +59,8 @@ def test_every_golden_request_is_reproduced(name: str) -> None:
 def test_the_catalogue_is_the_papers_and_lm_evals() -> None:
     assert len(BENCHMARKS["mmlu"].subjects) == 57
     for benchmark in BENCHMARKS.values():
-        assert all(path.is_file() for path in _definitions(benchmark).values())
-    folder = next(iter(_definitions(BENCHMARKS["mmlu"]).values())).parent
+        assert all(path.is_file() for path in _task_definitions(benchmark).values())
+    folder = next(iter(_task_definitions(BENCHMARKS["mmlu"]).values())).parent
     assert {path.stem for path in folder.glob("mmlu_*.yaml")} == {*BENCHMARKS["mmlu"].tasks}
     with pytest.raises(UserError, match="no benchmark 'piqa'; choose one of mmlu, arc_easy"):
         benchmark_named("piqa")

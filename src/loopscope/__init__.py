@@ -23,6 +23,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name of LoopScope when it is first used."""
     if name == "__version__":
         return version("loopscope")
     if name not in _HOMES:

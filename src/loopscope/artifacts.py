@@ -39,12 +39,14 @@ _NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file in the manifest of an artifact: its name, size and hash."""
+
     sha256: str
     bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a folder holds, where it came from, and the hash of each of its files."""
+    """The manifest of an artifact: its contents, its provenance, and the hash of each file."""
 
     kind: str
     schema_version: int
@@ -55,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def sealed(value: T) -> T:
-    """A struct with the hash of its contents in its field `digest`."""
+    """Fill the field `digest` of a struct with the hash of its contents."""
     emptied: Any = msgspec.structs.replace(value, digest="")  # type: ignore[type-var]
     return msgspec.structs.replace(emptied, digest=digest(emptied))
 
@@ -66,16 +68,18 @@ def is_intact(value: Any) -> bool:
 
 
 def loopscope_version() -> str:
+    """The installed version of LoopScope, for the manifest of an artifact."""
     return version("loopscope")
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def artifact_folder(path: Path, kind: str, files: Collection[str] = ()) -> AbstractContextManager[Path]:
-    """A folder to fill, which replaces `path` at the end. Only an earlier artifact of the same kind is replaced.
+    """Yield a folder to fill that replaces `path` at the end; it replaces only an artifact of the same kind.
 
     With the names of the `files` that it may have (the first: must have), also one whose manifest was cut off.
     """
@@ -83,12 +87,13 @@ def artifact_folder(path: Path, kind: str, files: Collection[str] = ()) -> Abstr
 
 
 def check_replaceable(path: Path, kind: str, files: Collection[str] = ()) -> None:
-    """Refuses what exists and is no artifact of this kind; long work asks before it begins."""
-    if path.exists() and not _replaceable(path, kind, files):
+    """Reject a path that holds anything but an artifact of this kind; call it before long work begins."""
+    if path.exists() and not _is_replaceable_artifact(path, kind, files):
         raise UserError(f"{path} exists and is not a {kind}; choose another place, or remove it.")
 
 
-def _replaceable(path: Path, kind: str, files: Collection[str]) -> bool:
+def _is_replaceable_artifact(path: Path, kind: str, files: Collection[str]) -> bool:
+    """Whether a writer may replace a folder: it is empty, or holds an artifact of this kind."""
     if not path.is_dir():
         return False
     found = {file.name for file in path.iterdir()}
@@ -110,7 +115,7 @@ def write_manifest(
     provenance: Mapping[str, Any],
     needed: Collection[str] = (),
 ) -> None:
-    """Lists and hashes every file of `folder`, which must have the `needed` ones."""
+    """Write the manifest of an artifact: list and hash every file of `folder`, which must have the `needed` files."""
     files = {
         file.name: FileEntry(sha256(file), file.stat().st_size)
         for file in sorted(folder.iterdir())
@@ -129,7 +134,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
-    """The manifest of `folder`, after its files were checked against it."""
+    """Read the manifest of an artifact, and check its files against it."""
     if not is_folder(folder):
         remove_leftovers(folder)  # a writer may have been killed while it put another in its place
     if not is_folder(folder):
@@ -137,11 +142,12 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not a {kind}: it has no {MANIFEST}.")
     manifest = read_json(Manifest, folder / MANIFEST, f"{kind} manifest")
-    reject(_problems(folder, manifest, kind, schema_version))
+    reject(_manifest_problems(folder, manifest, kind, schema_version))
     return manifest
 
 
-def _problems(folder: Path, manifest: Manifest, kind: str, schema_version: int) -> Iterator[str]:
+def _manifest_problems(folder: Path, manifest: Manifest, kind: str, schema_version: int) -> Iterator[str]:
+    """What is wrong with an artifact: its kind, its schema version, or files that do not match the manifest."""
     again = f"make the {kind} again"
     if manifest.kind != kind:
         yield f"{folder} is a {manifest.kind}, not a {kind}."
@@ -170,7 +176,7 @@ def save_artifact(
     files: Mapping[str, Any],
     known_files: Collection[str] = (),
 ) -> None:
-    """Writes an artifact whole or not at all; an earlier one of its kind is replaced.
+    """Write an artifact whole or not at all; it replaces an earlier artifact of its kind.
 
     `files`: arrays by name for a name that ends in .safetensors, for others what becomes JSON. `known_files`: all that
     such an artifact may have (the first: must have).
@@ -182,7 +188,7 @@ def save_artifact(
 
 
 class LoadedArtifact(NamedTuple):
-    """What an artifact holds; its files were checked against their hashes."""
+    """A loaded artifact: its contents, its provenance and its arrays, checked against their hashes."""
 
     contents: Any
     provenance: dict[str, Any]
@@ -193,7 +199,7 @@ class LoadedArtifact(NamedTuple):
 def load_artifact(
     folder: Path, kind: str, schema_version: int, contents: type, tensors: str, others: Collection[str] = ()
 ) -> LoadedArtifact:
-    """The artifact in `folder`, with the arrays of its file `tensors`; `others` must be there, too."""
+    """Load the artifact in `folder` with the arrays of its file `tensors`; require the files `others`, too."""
     manifest = read_manifest(folder, kind, schema_version)
     if missing := [name for name in (tensors, *others) if name not in manifest.files]:
         raise UserError(f"{folder} is a {kind} without {missing[0]}; make the {kind} again.")
@@ -202,20 +208,21 @@ def load_artifact(
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:
-    """What `read` makes of the artifact at `path`, all of one: it begins again if another took its place meanwhile."""
+    """Read one state of an artifact: call `read` again if another process replaces the artifact meanwhile."""
     while True:
-        before = _identity(path)
+        before = _file_identity(path)
         try:
             made = read()
         except (OSError, UserError):
-            if _identity(path) == before:
+            if _file_identity(path) == before:
                 raise
         else:
-            if _identity(path) == before:
+            if _file_identity(path) == before:
                 return made
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
+def _file_identity(path: Path) -> tuple[int, ...] | None:
+    """The identity of the file or folder at a path, to notice its replacement; None if nothing is there."""
     try:
         found = path.stat()
     except (OSError, ValueError):  # no path can hold a zero byte
@@ -224,11 +231,11 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, NDArray[Any]]:
-    """A safetensors file of the given shapes and dtypes, as arrays that write through to disk.
+    """Create a safetensors file of these shapes and dtypes; its arrays write through to disk.
 
     Its room is reserved before: a full disk is an error here, and not the end of the process at the first write.
     """
-    header, size = _header(layout)
+    header, size = _safetensors_header(layout)
     with path.open("wb") as file:
         file.write(header)
         file.flush()
@@ -236,28 +243,28 @@ def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]
             os.posix_fallocate(file.fileno(), len(header), size)
         else:  # macOS: there a full disk is noticed at the first write
             file.truncate(len(header) + size)
-    return _map(path, "r+")
+    return _map_arrays(path, "r+")
 
 
 def map_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file, memory-mapped: only what is looked at is read."""
+    """Memory-map the arrays of a safetensors file: reading an array loads only the parts that you use."""
     try:
-        return _map(path, "r")
+        return _map_arrays(path, "r")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}); make it again.") from None
 
 
 def save_tensors(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes `arrays` as one safetensors file."""
-    header, _ = _header({name: (array.shape, array.dtype) for name, array in arrays.items()})
+    """Write `arrays` as one safetensors file."""
+    header, _ = _safetensors_header({name: (array.shape, array.dtype) for name, array in arrays.items()})
     with path.open("wb") as file:
         file.write(header)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).data)
 
 
-def _header(layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file of these shapes and dtypes, and how many bytes follow it."""
+def _safetensors_header(layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[bytes, int]:
+    """The header of a safetensors file of these shapes and dtypes, and the number of bytes after it."""
     entries: dict[str, Any] = {}
     offset = 0
     for name, (shape, dtype) in layout.items():
@@ -273,7 +280,8 @@ def _header(layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[bytes, i
     return len(text).to_bytes(8, "little") + text, offset
 
 
-def _map(path: Path, mode: Any) -> dict[str, NDArray[Any]]:
+def _map_arrays(path: Path, mode: Any) -> dict[str, NDArray[Any]]:
+    """Memory-map the arrays of a safetensors file in a mode of NumPy."""
     arrays: dict[str, NDArray[Any]] = {}
     with path.open("r+b" if mode == "r+" else "rb") as file:  # once: another may take its place at any time
         length = int.from_bytes(file.read(8), "little")

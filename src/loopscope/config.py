@@ -52,18 +52,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Read the tables of a TOML file."""
     text = read_text(path, "TOML file", _MAX_TOML_BYTES)
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # int refuses thousands of digits with a ValueError of its own
-        raise UserError(f"{path} is not valid TOML: {_briefly(error)}.") from None
-    _check_bounds(tables, str(path))
+        raise UserError(f"{path} is not valid TOML: {_parser_error(error)}.") from None
+    _check_toml_bounds(tables, str(path))
     return tables
 
 
 def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """`values` with each `a.b=c` of `assignments` set; c is read as TOML, or as text where it is not TOML."""
+    """Set each `a.b=c` of `assignments` in the settings `values`; c is read as TOML, or else as text."""
     result = deepcopy(dict(values))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -75,13 +75,13 @@ def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dic
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise UserError(f"'--set {assignment}': {part} is a value, not a table.")
-        table[name] = _toml_value(text.strip())
-    _check_bounds(result, "--set")
+        table[name] = _override_value(text.strip())
+    _check_toml_bounds(result, "--set")
     return result
 
 
 def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
-    """`values` as a `kind`; what does not fit is named with its key and `source`."""
+    """Build a settings struct of the type `kind`; an error names the key that does not fit, and `source`."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -91,38 +91,39 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 
 def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> T:
-    """The JSON file at `path`, of at most so many bytes, as a `kind`; `what` names it in errors."""
+    """Read a JSON file as a struct of the type `kind`; `what` names the file in errors."""
     data = read_bytes(path, what, largest)
     try:
-        data.decode()  # all of it: what a kind does not name is not looked at
+        data.decode()  # all of it, because the decoder skips unknown keys
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_describe_misfit(error, kind)}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a readable {what}: {_briefly(error)}.") from None
+        raise UserError(f"{path} is not a readable {what}: {_parser_error(error)}.") from None
 
 
 def write_json(path: Path, value: object) -> None:
+    """Write a value as a JSON file, whole or not at all."""
     write_bytes(path, to_json(value))
 
 
 def to_json(value: object) -> bytes:
-    """Indented JSON that ends in a newline; the same value gives the same bytes."""
+    """Encode a value as indented JSON with a final newline; equal values give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def plain(value: object) -> Any:
-    """`value` as dicts, lists, numbers and text only."""
+    """Turn settings into dicts, lists, numbers and text only."""
     return msgspec.to_builtins(value)
 
 
 def digest(value: object) -> str:
-    """A hash of the content of `value`, whatever the order of its keys."""
+    """The hash of the contents of settings; the order of keys does not matter."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The dotted keys at which two nested mappings differ."""
+    """The dotted keys (`training.steps`) at which two settings differ."""
     found = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
@@ -133,7 +134,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return found
 
 
-def _toml_value(text: str) -> Any:
+def _override_value(text: str) -> Any:
+    """Read the value of an override as TOML, or keep it as text."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -141,16 +143,16 @@ def _toml_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
-    """Python's reader of TOML takes whole numbers and nesting that no JSON of ours can hold."""
+def _check_toml_bounds(tables: Mapping[str, Any], source: str) -> None:
+    """Reject whole numbers and nesting that TOML allows and JSON does not hold."""
     try:
         msgspec.json.encode(tables)
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-        raise UserError(f"{source}: {_briefly(error)}.") from None
+        raise UserError(f"{source}: {_parser_error(error)}.") from None
 
 
-def _briefly(error: Exception) -> str:
-    """What a reader of TOML or JSON found wrong."""
+def _parser_error(error: Exception) -> str:
+    """Shorten the error of a TOML or JSON parser."""
     if isinstance(error, RecursionError):
         return "tables or lists are nested in one another without end"
     if isinstance(error, OverflowError) or "integer string conversion" in str(error):
@@ -159,17 +161,18 @@ def _briefly(error: Exception) -> str:
 
 
 def _describe_misfit(error: msgspec.ValidationError, kind: Any) -> str:
-    """The sentence for a value that is no `kind`."""
+    """The sentence for a settings value of a wrong type, or an unknown key."""
     message, _, where = str(error).rstrip(".").partition(" - at `$")
     key = where.rstrip("`").lstrip(".")
     found = [kind]
     for part in re.findall(r"[^.\[\]]+", key):
-        found = [inner for each in found for inner in _inside(each, part)]
-    text = _plain_words(message, list(_kinds(found)))
+        found = [inner for each in found for inner in _types_inside(each, part)]
+    text = _plain_words(message, list(_union_members(found)))
     return f"{key}: {text}." if key else f"{text}."
 
 
 def _plain_words(message: str, kinds: list[Any]) -> str:
+    """Translate msgspec's message about a wrong type into plain words."""
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message, re.DOTALL):
         structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
         known = [name for each in structs for name in each.__struct_encode_fields__]
@@ -188,18 +191,18 @@ def _plain_words(message: str, kinds: list[Any]) -> str:
     return re.sub("^Expected ", "expected ", message)
 
 
-def _kinds(kinds: list[Any]) -> Iterator[Any]:
-    """Those that a kind is made of, where it is one of several."""
+def _union_members(kinds: list[Any]) -> Iterator[Any]:
+    """The member types of a union type; else the type itself."""
     for each in kinds:
         if get_origin(each) in (Union, UnionType, Annotated):
-            yield from _kinds([part for part in get_args(each) if isinstance(part, type) or get_args(part)])
+            yield from _union_members([part for part in get_args(each) if isinstance(part, type) or get_args(part)])
         else:
             yield each
 
 
-def _inside(kind: Any, part: str) -> Iterator[Any]:
-    """What kinds may be at a key, or in a list."""
-    for each in _kinds([kind]):
+def _types_inside(kind: Any, part: str) -> Iterator[Any]:
+    """The types that a settings type allows at a key, or in a list."""
+    for each in _union_members([kind]):
         if isinstance(each, type) and issubclass(each, msgspec.Struct):
             tag = each.__struct_config__.tag_field
             if part == tag:

@@ -1,9 +1,8 @@
-"""What is said when the input is wrong: one sentence that a user can act on.
+"""How does LoopScope report bad input? With one sentence that a user can act on.
 
-The command line turns a `UserError` into that sentence and exit code 2; any other exception is a bug of ours
-and keeps its traceback. What a function of the user's raises is the user's, too: `reason` says it in a line.
-What is said may quote a file or an argument, and it goes to a terminal: `visible` leaves nothing in it that a
-terminal would obey, and `brief` keeps it short.
+The command line prints the sentence of a `UserError` and exits with code 2; any other exception is a bug of ours and
+keeps its traceback. An error in a user's function is the user's, too: `reason` gives it in one line. A message may
+quote a file or an argument: `visible` escapes all that would steer a terminal, and `brief` keeps the message short.
 """
 
 import difflib
@@ -52,7 +51,7 @@ _EXTRAS = {
 
 
 class RecordingWarning(UserWarning):
-    """A recording that is one, but hardly what was meant."""
+    """Warn about a valid recording that is probably not meant so."""
 
 
 class UserError(ValueError):
@@ -79,17 +78,17 @@ class UserError(ValueError):
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """Text from anywhere, fit for a terminal: what would steer it stands there as JSON writes it, `\\u001b`."""
+    """Escape control characters of a text for the terminal, as JSON does: `\u001b`."""
     return _STEERS_TERMINAL.sub(lambda found: found[0] if found[0] in keep else f"\\u{ord(found[0]):04x}", text)
 
 
 def brief(message: str, longest: int = _MAX_MESSAGE) -> str:
-    """A message in one visible line; one that is too long loses its middle: what is wrong, and what to do, stay."""
-    return _shortened(visible(_shortened(" ".join(message.splitlines()), longest), keep=""), longest)
+    """Shorten a message to one visible line; a message that is too long loses its middle."""
+    return _without_middle(visible(_without_middle(" ".join(message.splitlines()), longest), keep=""), longest)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'margin'?)`, to be put behind a name that does not exist; empty where none is close.
+    """The hint ` (did you mean 'margin'?)` for an unknown name; empty if no known name is close.
 
     Nobody who writes another number has misspelt it: `float64` does not mean `float16`.
     """
@@ -101,7 +100,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def closest(name: str, known: Iterable[str], alike: float | None = None) -> str | None:
-    """The one of these names that another was probably meant to be; `alike` is from 0 to 1.
+    """The known name that an unknown name probably means; `alike` is the least similarity, from 0 to 1.
 
     The dashes of an option, which all options have, do not count.
     """
@@ -111,26 +110,27 @@ def closest(name: str, known: Iterable[str], alike: float | None = None) -> str 
     return names[close[0]] if close else None
 
 
-def _shortened(text: str, longest: int) -> str:
+def _without_middle(text: str, longest: int) -> str:
+    """Cut the middle out of a text that is longer than `longest`."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 def check_known(name: str, known: Iterable[str], what: str) -> None:
-    """Rejects a name that none of these has; `what` says what they are names of."""
+    """Reject an unknown name with a hint at the closest one; `what` says what is named."""
     if name not in (known := [*known]):
         raise UserError(f"There is no {what} '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}.")
 
 
 def reject(problems: Iterable[str]) -> None:
-    """Raises the first of these sentences on what is wrong, if there is one."""
+    """Raise a `UserError` for the first of these sentences, if there is any."""
     for problem in problems:
         raise UserError(problem)
 
 
 @contextmanager
 def explained(sentence: str) -> Iterator[None]:
-    """Whatever another library raises over a file becomes this sentence, with its reason; one of Rust may panic."""
+    """Turn any error of another library about a file into this sentence with its reason; Rust may panic."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -142,7 +142,7 @@ def explained(sentence: str) -> Iterator[None]:
 
 @contextmanager
 def tokenizing(may_panic: bool = True) -> Iterator[None]:
-    """What a tokenizer raises becomes a sentence; what its Rust prints before it panics is not shown."""
+    """Turn a tokenizer's error into a sentence, and hide the message of a Rust panic."""
     unusable = "The model's tokenizer cannot be used; fetch its files again"
     with explained(unusable), _without_panics() if may_panic else nullcontext():
         yield
@@ -150,7 +150,7 @@ def tokenizing(may_panic: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _without_panics() -> Iterator[None]:
-    """Standard error goes to a file meanwhile, and from there to where it went before, unless Rust panicked."""
+    """Hold standard error back in a file, and print it afterwards unless Rust panicked."""
     with _STREAM_LOCK:
         try:
             stream = os.dup(_STANDARD_ERROR)
@@ -175,7 +175,7 @@ def _without_panics() -> Iterator[None]:
 
 @cache
 def _unnamed_file() -> int:
-    """Opened once: some tokens take no longer than that."""
+    """The temporary file that holds standard error back; opened once, because it is needed for every token."""
     file, path = tempfile.mkstemp()
     Path(path).unlink()
     return file
@@ -196,12 +196,12 @@ def reason(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch has run out of memory, of a GPU or of the CPU; it need not be imported to be asked."""
+    """Whether an error says that PyTorch ran out of memory; this does not import PyTorch."""
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
-    """The sentence for a package that an extra installs; the error itself for any other."""
+    """The sentence for a missing package that an extra installs; any other import error stays."""
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         return error
@@ -209,7 +209,7 @@ def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra, from where LoopScope itself was installed: no package index need have it."""
+    """The command that installs an extra, from the place where LoopScope itself was installed."""
     try:
         origin = json.loads(distribution("loopscope").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):

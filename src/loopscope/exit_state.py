@@ -1,7 +1,7 @@
-"""How does a policy decide while the model runs? Loop by loop, on those that are still active, by the same definition.
+"""How does a policy decide while the model runs? Loop by loop, for the active requests, exactly as in a replay.
 
-An exit state keeps what the step of the policy's readout returned at the loop before, row by row, and nothing else: its
-decisions are those of a replay of the same values.
+An exit state keeps one thing per row: the value that the policy's readout returned at the loop before. It decides as a
+replay of the same values does.
 
 Shapes: N active requests, T loops, V classes, D width.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.learned.fitted_gate import FittedGate
-from loopscope.learned.stopper import Stopper, readable
+from loopscope.learned.stopper import Stopper, readout_for_stopper
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import NOT_LIVE, Readout, required_readout
 from loopscope.readouts.replay import class_counts
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 def check_drafts(policy: ExitPolicy, num_loops: int) -> None:
-    """Rejects a rule under which lossless text would have no drafts."""
+    """Reject a policy under which lossless text would have no drafts."""
     if policy.fixed_depth == num_loops:
         raise UserError(
             "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth drafts "
@@ -33,7 +33,7 @@ def check_drafts(policy: ExitPolicy, num_loops: int) -> None:
 
 
 class ExitState:
-    """Follows some requests through their loops and says who exits; they may be at different loops."""
+    """Follow requests through their loops in a running model, and decide which of them exit."""
 
     def __init__(self, policy: ExitPolicy, num_loops: int) -> None:
         definition = required_readout(policy.readout)
@@ -50,7 +50,7 @@ class ExitState:
         self._stopper: RowStates | None = None
         followed: dict[str, Readout] = {policy.readout: definition}
         if isinstance(policy.gate, Stopper):
-            followed = {name: readable(name) for name in policy.gate.signals}
+            followed = {name: readout_for_stopper(name) for name in policy.gate.signals}
             self._stopper = RowStates(policy.gate.readout())
         self._signals = {name: RowStates(each) for name, each in followed.items()}
         self._sources: dict[str, str] = {name: str(each.reads) for name, each in followed.items()}
@@ -59,20 +59,20 @@ class ExitState:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals that the decision needs of every request and loop: the policy's own, or those of its stopper."""
+        """The signals that the decision needs of every request and loop: the policy's own, or its stopper's."""
         return tuple(name for name, source in self._sources.items() if source != "loop")
 
     def sources(self, computed: Collection[str] = ()) -> tuple[str, ...]:
-        """What they are computed from: some of logits, hidden, gate_logits, predictions; without those that are."""
+        """The sources of these signals (such as logits or hidden), without signals in `computed`."""
         return tuple(dict.fromkeys(self._sources[name] for name in self.signals if name not in computed))
 
     def admit(self, count: int) -> None:
-        """So many more requests, after those that are there, begin with the next loop."""
+        """Admit this many new requests behind the current ones; they begin with the next loop."""
         for rows in self._followed:
             rows.admit(count)
 
     def reorder(self, order: Array) -> None:
-        """They stand in another order from now on, those that were just admitted included; who is not in it is gone."""
+        """Put the requests into another order, new ones included; requests that `order` lacks are dropped."""
         for rows in self._followed:
             rows.take(order)
 
@@ -86,7 +86,7 @@ class ExitState:
         now: Mapping[str, Array] | None = None,
         computed: Mapping[str, NDArray[np.float64]] | None = None,
     ) -> NDArray[np.bool_]:
-        """[N] who exits after this loop [N] of theirs, in which they said `now`: [N, ...] of each of the `sources`.
+        """[N] whether each request exits after its loop [N], from the values `now`, [N, ...] per source.
 
         Signals that are computed elsewhere, [N] each, are given by their names.
         """
@@ -105,7 +105,7 @@ class ExitState:
 
 
 class RowStates:
-    """What a readout's step returned at the loop before, for rows that come and go.
+    """The state of a readout's step for rows that come and go: its value at the loop before.
 
     Rows whose states have the same shapes are stepped together; those that are new have none. A question's logits go to
     the step as wide as it has choices, whoever runs beside it.

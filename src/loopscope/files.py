@@ -1,9 +1,8 @@
-"""How does a file get read that may hold anything, and written without being lost or half-written?
+"""How is a file read safely, and written whole or not at all?
 
-Reading is bounded: a folder, a device or a pipe in place of a file, a file without end, nesting without end, and bytes
-that are no text are rejected before anything is made of them. Files and folders appear whole or not at all (written
-beside their place, then renamed), by one writer at a time, which holds a lock. The next writer removes what a killed
-one left behind.
+Reading is bounded: LoopScope rejects a folder, a device or a pipe in place of a file, endless files, endless nesting,
+and bytes that are no text. Writers fill a temporary file or folder and rename it at the end. One process writes at a
+time and holds a lock; the next writer removes what a killed one left behind.
 """
 
 import errno
@@ -24,14 +23,14 @@ LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 of it, and what it replaces. A folder that is written into has its lock inside."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_PATIENCE = 0.5
-"""Seconds: whoever only looks after leftovers holds a lock for less."""
+"""Seconds: a process that only removes leftovers holds a lock for less."""
 _MAX_NAME = 255 - max(map(len, BESIDE))
 is_there, is_file, is_folder = os.path.exists, os.path.isfile, os.path.isdir
 """False for a name that the system cannot have, where methods of `Path` raise: one that is too long, for instance."""
 
 
 def read_bytes(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> bytes:
-    """All bytes of a regular file of at most so many; `what` names it in errors, as in `TOML file`."""
+    """Read a regular file of at most `largest` bytes; `what` names it in errors, as in `TOML file`."""
     require_file(path, what)
     with path.open("rb") as file:
         data = file.read() if largest is None else file.read(largest + 1)
@@ -41,7 +40,7 @@ def read_bytes(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> b
 
 
 def read_text(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> str:
-    """The text of a file in UTF-8, with a byte order mark or without."""
+    """Read a text file in UTF-8, with or without a byte order mark."""
     try:
         return read_bytes(path, what, largest).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -49,7 +48,7 @@ def read_text(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> st
 
 
 def near(path: Path) -> str:
-    """What may be meant by a path that is not there: ` (did you mean runs/demo?)`, if its folder has such a name."""
+    """The hint ` (did you mean runs/demo?)` for a missing path, if its folder has a similar name."""
     try:
         close = closest(path.name, [each.name for each in islice(path.parent.iterdir(), 1000)], 0.8)
     except OSError:
@@ -58,14 +57,14 @@ def near(path: Path) -> str:
 
 
 def no_folder(path: Path, expected: str) -> UserError:
-    """What is said of a path that should be a folder: it is a file, or nothing is there; `expected` is to be given."""
+    """The error for a path that should be a folder and is a file, or is missing; `expected` says what to give."""
     if is_there(path):
         return UserError(f"{path} is a file; give {expected}.")
     return UserError(f"There is no folder {path}{near(path)}; give {expected}.")
 
 
 def no_such_toml(source: str, shipped: Sequence[str], what: str) -> UserError:
-    """What is said where neither a TOML file nor one of those that ship with LoopScope, each a `what`, is given."""
+    """The error for a name that is neither a TOML file nor one of the files that ship with LoopScope."""
     path, rest = Path(source), f"give a TOML file, or one of: {', '.join(shipped)}"
     if is_folder(path):
         return UserError(f"{source} is a folder; {rest}.")
@@ -75,7 +74,7 @@ def no_such_toml(source: str, shipped: Sequence[str], what: str) -> UserError:
 
 
 def require_file(path: Path, what: str) -> None:
-    """Refuses what is not there, and a folder, a device or a pipe, on which a reader could wait for ever."""
+    """Require a regular file: reject a missing path, a folder, a device or a pipe (which might never end)."""
     if is_file(path):
         return
     kind = f"{path} is {'a folder' if is_folder(path) else 'a device or a pipe'}"
@@ -83,7 +82,7 @@ def require_file(path: Path, what: str) -> None:
 
 
 def out_folder(text: str | Path) -> Path:
-    """A folder to write to: no file is in its way."""
+    """A folder to write to; reject the path of a file."""
     for place in (Path(text), *Path(text).parents):
         if is_file(place):
             raise UserError(f"{place} is a file; give a folder.")
@@ -91,7 +90,7 @@ def out_folder(text: str | Path) -> Path:
 
 
 def new_path(text: str | Path) -> Path:
-    """What is written and not there yet; in an empty file nothing is."""
+    """A path to write to; reject a file that has contents."""
     out = Path(text)
     if out.exists() and not (out.is_file() and not out.stat().st_size):
         remove_leftovers(out)
@@ -100,20 +99,20 @@ def new_path(text: str | Path) -> Path:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from a file is that of a file in the same folder, and not a way out of it."""
+    """Whether a name is a file in the same folder, and leads nowhere else."""
     return name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, whole or not at all; whoever is writing it already is waited for."""
+    """Write a file whole or not at all, after any other writer of it."""
     with atomic_file(path, wait=True) as scratch:
         scratch.write_bytes(data)
 
 
 @contextmanager
 def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
-    """Yields a file to write to; it replaces `path` at the end, unless an exception came."""
-    path = _named(path)
+    """Yield a temporary file; it replaces `path` at the end, unless an exception came."""
+    path = _with_room_for_suffix(path)
     if is_there(path) and not path.is_file():
         raise UserError(f"{path} is not a file that could be replaced; choose another place.")
     with room_for(path), locked(path, wait):
@@ -124,12 +123,12 @@ def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
             scratch.replace(path)
             _sync(path.parent)
         finally:
-            _remove(scratch)
+            _remove_path(scratch)
 
 
 @contextmanager
 def atomic_folder(path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
-    """Yields a folder to fill; it replaces `path` at the end, of which `check` refuses what must stay."""
+    """Yield a temporary folder; it replaces `path` at the end. `check` may reject that replacement."""
     path = _resolved(path)
     with room_for(path), locked(path):
         check(path)
@@ -148,16 +147,16 @@ def atomic_folder(path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
             _sync(path.parent)
         finally:
             os.close(made)
-            _settle(path)
+            _finish_killed_write(path)
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Makes `folder` if need be and keeps every other process from writing into it."""
+    """Create `folder` if it is missing, and keep other processes from writing into it."""
     out_folder(folder)
     new = not is_there(folder)
     try:
-        with _held(folder / LOCK, folder):
+        with _held_lock(folder / LOCK, folder):
             yield
     finally:
         if new:
@@ -167,15 +166,15 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[None]:
-    """Keeps every other process from replacing what is at `path`, and removes what a killed one left beside it."""
-    path = _named(path)
-    with _held(path.with_name(LOCK + path.name), path, wait):
-        _settle(path)
+    """Keep other processes from replacing `path`, and remove leftovers of killed writers."""
+    path = _with_room_for_suffix(path)
+    with _held_lock(path.with_name(LOCK + path.name), path, wait):
+        _finish_killed_write(path)
         yield
 
 
 def remove_scratch(folder: Path) -> None:
-    """Removes what killed writers left behind in `folder`; what somebody is writing stays."""
+    """Remove the temporary files of killed writers in `folder`; files of running writers stay."""
     for beside in [path for path in folder.iterdir() if is_scratch(path)]:
         prefix = next(prefix for prefix in BESIDE if beside.name.startswith(prefix))
         if name := beside.name.removeprefix(prefix):  # the folder's own lock has none
@@ -183,7 +182,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes what a killed writer of `path` left behind, unless somebody is writing it now."""
+    """Remove the temporary files of a killed writer of `path`, unless another process writes it now."""
     path = _absolute(path)
     if path.name and any(os.path.lexists(path.with_name(prefix + path.name)) for prefix in BESIDE):
         with suppress(BusyError), locked(path):
@@ -191,19 +190,20 @@ def remove_leftovers(path: Path) -> None:
 
 
 def is_scratch(path: Path) -> bool:
+    """Whether a path is a temporary file of a writer."""
     return path.name.startswith(BESIDE)
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder with all that is in it: at once for others, who may make it anew."""
+    """Remove a folder with its contents; its name is free at once."""
     aside = folder.with_name(SCRATCH + folder.name)
     folder.rename(aside)
-    _remove(aside)
+    _remove_path(aside)
 
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """A disk that is full is said in one sentence, of what the user knows: the artifact, and not its scratch."""
+    """Turn the error of a full disk into a sentence that names the artifact, not its temporary file."""
     try:
         yield
     except OSError as error:
@@ -215,17 +215,17 @@ def room_for(path: Path) -> Iterator[None]:
 
 
 class BusyError(UserError):
-    """Another process is at it."""
+    """Another process writes the same file or folder."""
 
 
 @contextmanager
-def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds the lock of `path`: a file that is locked as long as this process lives, however that ends."""
+def _held_lock(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of `path`: an open file that stays locked as long as this process lives."""
     while True:
-        if (handle := _open(lock, path)) is None:
+        if (handle := _open_lock(lock, path)) is None:
             continue
         try:
-            _lock(handle, path, wait)
+            _lock_handle(handle, path, wait)
             if not _is_at(handle, lock):  # whoever had it is done
                 continue
             try:
@@ -238,8 +238,8 @@ def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
             os.close(handle)
 
 
-def _open(lock: Path, path: Path) -> int | None:
-    """Opens the lock of `path`, in a folder that is made if need be; None if somebody removed that meanwhile."""
+def _open_lock(lock: Path, path: Path) -> int | None:
+    """Open the lock file of `path`, and create its folder if needed; None if another process removed it meanwhile."""
     made = False
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +253,8 @@ def _open(lock: Path, path: Path) -> int | None:
         raise UserError(f"{path} cannot be written ({error}); choose another place.") from None
 
 
-def _lock(handle: int, path: Path, wait: bool) -> None:
+def _lock_handle(handle: int, path: Path, wait: bool) -> None:
+    """Lock an open file: wait for another process, or raise `BusyError`."""
     patience = time.monotonic() + _LOCK_PATIENCE
     try:
         while True:
@@ -280,24 +281,25 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def _settle(path: Path) -> None:
-    """Ends what a writer of `path` began: what stands aside goes back to its place, or away if there is a new one."""
+def _finish_killed_write(path: Path) -> None:
+    """Finish the work of a killed writer: put the old contents of `path` back, or remove them if new ones exist."""
     scratch, old = (path.with_name(prefix + path.name) for prefix in (SCRATCH, REPLACED))
     if old.exists() and not path.exists():
         old.rename(path)
-    _remove(old)
-    _remove(scratch)
+    _remove_path(old)
+    _remove_path(scratch)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
-def _named(path: Path) -> Path:
-    """Where it is, if its name leaves room for those of what is beside it."""
+def _with_room_for_suffix(path: Path) -> Path:
+    """The absolute path; reject a name that leaves no room for the suffixes of temporary files."""
     path = _absolute(path)
     if not 0 < len(os.fsencode(path.name)) <= _MAX_NAME:
         raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_MAX_NAME} bytes.")
@@ -305,11 +307,12 @@ def _named(path: Path) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    """Its own name in a folder without links: a link at `path` itself is what is written, not where it leads."""
+    """The absolute path in a folder without links; a link at `path` itself is replaced, not followed."""
     return _resolved(path) if path.name in ("", "..") else _resolved(path.parent) / path.name
 
 
 def _resolved(path: Path) -> Path:
+    """Resolve the links of a path; a loop of links becomes a `UserError`."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:  # links that lead to themselves, for instance
@@ -317,6 +320,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

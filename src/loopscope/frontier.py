@@ -184,7 +184,7 @@ class Frontier(Tabular):
         UserError
             If the accuracy does not lie between 0 and 1.
         """
-        reached = np.flatnonzero(self.accuracy >= _as_accuracy(accuracy) - _ROUNDING)
+        reached = np.flatnonzero(self.accuracy >= _checked_accuracy(accuracy) - _ROUNDING)
         if not len(reached) or np.isnan(self.thresholds).any():
             return None
         return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
@@ -217,9 +217,9 @@ class Frontier(Tabular):
         OperatingPoint
             Its policy, and its results on both data sets.
         """
-        best = _best(self.calibration_accuracy, self.calibration_average_loops)
+        best = _most_accurate(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
-            _policy(self.readout, self.thresholds[best], self.scope),
+            _policy_at(self.readout, self.thresholds[best], self.scope),
             float(self.accuracy[best]),
             float(self.average_loops[best]),
             float(self.calibration_accuracy[best]),
@@ -304,12 +304,13 @@ class FrontierPlot:
 
 
 def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | None:
-    reached = average_loops[accuracy >= _as_accuracy(target) - _ROUNDING]
+    """D@X on one curve: the fewest average loops at which it reaches the accuracy; None if it never does."""
+    reached = average_loops[accuracy >= _checked_accuracy(target) - _ROUNDING]
     return float(reached.min()) if len(reached) else None
 
 
-def _as_accuracy(value: float) -> float:
-    """A share: 95 would never be reached, which is easily taken for a result."""
+def _checked_accuracy(value: float) -> float:
+    """Check that a target accuracy is a share: 95 is out of reach, and easily taken for a result."""
     if not 0 <= value <= 1:
         raise UserError(f"An accuracy lies between 0 and 1, such as 0.95; got {value:g}.")
     return value
@@ -354,7 +355,7 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
 
 
 def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
-    """The thresholds of a sweep: so many that their steps do not matter, up to never exiting early; or the paper's."""
+    """The thresholds of a sweep: the fine grid, whose steps do not matter, or the paper's grid."""
     check_known(which, get_args(Grid), "grid")
     if which == "paper":
         return paper_grid(readout, calibration)
@@ -362,36 +363,45 @@ def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine"
 
 
 def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
-    """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
+    """The policy at the most accurate threshold on calibration data, ties to fewer loops."""
     thresholds = swept_thresholds(readout, calibration)
-    threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
+    threshold = float(thresholds[_most_accurate(*curve(readout, thresholds, calibration))])
     if has_threshold(readout) and not is_gate(readout) and abs(threshold) < NEVER:
         side: Literal["left", "right"] = "left" if required_readout(readout).exits == "above" else "right"
         threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
-    return _policy(readout, threshold, chosen_scope(readout, calibration))
+    return _policy_at(readout, threshold, chosen_scope(readout, calibration))
 
 
-def _best(accuracy: Curve, average_loops: Curve) -> int:
+def _most_accurate(accuracy: Curve, average_loops: Curve) -> int:
+    """The place of the most accurate threshold, ties to fewer loops."""
     return int(np.lexsort((average_loops, -accuracy))[0])
 
 
-def _policy(readout: str, threshold: float, scope: Scope) -> ExitPolicy:
+def _policy_at(readout: str, threshold: float, scope: Scope) -> ExitPolicy:
+    """The exit policy of a readout at one threshold of a sweep."""
     return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold), scope=scope)
 
 
 def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
-    """Accuracy [G] and average loops [G] of a readout at every threshold, exactly as the policy would exit."""
+    """The curve of a readout: accuracy [G] and average loops [G] at every threshold, exactly as a policy exits."""
     points = np.asarray(thresholds, dtype=np.float64)
     order = laxest_first(readout, points)
     crossed, rows = crossings(readout, points[order], trajectory), trajectory.num_examples
     accuracy, loops = np.empty_like(points), np.empty_like(points)
-    accuracy[order] = totals(crossed, trajectory.correct, len(points)) / rows
-    loops[order] = (rows + _crossed_by(crossed, None, len(points))) / rows
+    accuracy[order] = totals_at_exit(crossed, trajectory.correct, len(points)) / rows
+    loops[order] = (rows + _steps_to_later_loops(crossed, None, len(points))) / rows
     return accuracy, loops
 
 
-def replay(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
-    """[N, G] the exit loop of every example at every threshold."""
+def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
+    """The accuracy and average loops of a policy that is replayed on a recording."""
+    loops = policy.exit_loops(trajectory)
+    right = trajectory.correct[np.arange(len(loops)), loops - 1]
+    return float(right.mean()), float(loops.mean())
+
+
+def swept_exits(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
+    """[N, G] the exit loop of every example at every threshold of a readout."""
     points = np.asarray(thresholds, dtype=np.float64)
     order = laxest_first(readout, points)
     rank = np.empty_like(order)
@@ -400,12 +410,12 @@ def replay(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArr
 
 
 def laxest_first(readout: str, thresholds: Curve) -> NDArray[np.int64]:
-    """[G] the order in which thresholds let ever fewer examples exit."""
+    """[G] the order of thresholds from the earliest exits to the latest."""
     return np.argsort(-thresholds if required_readout(readout).exits == "below" else thresholds)
 
 
 def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArray[np.int64]:
-    """[N, T-1] how many of the thresholds (laxest first) have let an example exit by each loop before the last.
+    """[N, T-1] how many thresholds (laxest first) let an example exit by each loop before the last.
 
     Threshold g sends it past loop t exactly if this number is at most g. The oracle's threshold, which has no value
     (NaN), lies between wrong and right.
@@ -417,21 +427,21 @@ def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArra
 
 
 def exit_loops(crossed: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[N, G] the exit loop of every example at each of these places among the thresholds; `crossed` is of all."""
+    """[N, G] the exit loop of every example at these places among the thresholds, from all `crossings`."""
     return 1 + (crossed[:, :, None] <= places).sum(axis=1)
 
 
-def totals(crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Curve:
-    """[G] the sum over examples of what they are worth [N, T] at the loop where each of `size` thresholds stops them.
+def totals_at_exit(crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Curve:
+    """[G] the sum over examples of a value [N, T], taken at the loop where each of `size` thresholds exits.
 
     `crossed` [N, T-1] is of these thresholds, laxest first.
     """
     values = values.astype(np.int8) if values.dtype == np.bool_ else values
     first = values[:, 0].sum(dtype=np.int64 if values.dtype.kind == "i" else np.float64)
-    return first + _crossed_by(crossed, np.diff(values, axis=1), size)
+    return first + _steps_to_later_loops(crossed, np.diff(values, axis=1), size)
 
 
-def _crossed_by(crossed: NDArray[np.int64], steps: NDArray[Any] | None, size: int) -> Curve:
-    """[G] how many steps to a later loop (or the sum of their worth) each threshold asks for."""
+def _steps_to_later_loops(crossed: NDArray[np.int64], steps: NDArray[Any] | None, size: int) -> Curve:
+    """[G] how many steps to a later loop each threshold needs, or the sum of the values of these steps."""
     weights = None if steps is None else steps.ravel()
     return np.bincount(crossed.ravel(), weights, minlength=size + 1)[:-1].cumsum()

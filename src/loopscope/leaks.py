@@ -17,7 +17,7 @@ _MAX_SHARED = 0.05
 
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: str | None = None) -> None:
-    """Rejects what would make a result look better than it is, of one readout or of all that there are."""
+    """Reject recordings whose shared data would make a readout (default: all) look better than it is."""
     check_split(calibration)
     check_attached(calibration, readout)
     check_attached(evaluation, readout)
@@ -31,7 +31,7 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: 
 def check_apart(
     recording: Trajectory, what: str, other: Trajectory | Mapping[str, KeySketch], where: str, remedy: str
 ) -> None:
-    """Rejects a recording that shares examples with the other one (or with the one of this sketch), beyond chance."""
+    """Reject a recording that shares more examples with another recording (or its sketch) than chance explains."""
     shared = num_shared(recording, other)
     if not shared:
         return
@@ -44,13 +44,13 @@ def check_apart(
 
 
 def num_shared(recording: Trajectory, other: Trajectory | Mapping[str, KeySketch]) -> int:
-    """How many examples of a recording are in the other one, too; 0 if they are few, or chance explains it."""
+    """The number of examples that two recordings share; 0 if there are few, or if chance explains them."""
     shared = recording.num_shared(other)
     return shared if shared > _MAX_SHARED * recording.num_examples else 0
 
 
 class OfSplit(Protocol):
-    """A recording, or a live run of one."""
+    """A recording or a live run: its split and its provenance."""
 
     @property
     def split(self) -> str | None: ...
@@ -60,7 +60,7 @@ class OfSplit(Protocol):
 
 
 def check_split(recording: OfSplit, choice: str = "Thresholds must not be chosen", split: str = "validation") -> None:
-    """Rejects to choose or to fit anything on data that is for evaluation."""
+    """Reject evaluation data where LoopScope chooses, fits or calibrates."""
     if recording.split in EVALUATION_SPLITS:
         raise UserError(
             f"{choice} on the {recording.split} split, which is for evaluation; record the {split} split and give that."
@@ -68,11 +68,11 @@ def check_split(recording: OfSplit, choice: str = "Thresholds must not be chosen
 
 
 FITTED_ON = "fitted_on"
-"""In the provenance of a recording: what its attached signals were fitted to, by their names."""
+"""The key in a recording's provenance for the data that its attached signals were fitted to, by name."""
 
 
 def fitting_data(recording: Trajectory) -> dict[str, Any]:
-    """What a gate or a stopper that is fitted to a recording remembers of it."""
+    """The note about its fitting recording that a gate or a stopper keeps, to detect leaks later."""
     return {
         "weights_sha256": recording.provenance.get("weights_sha256"),
         "split": recording.split,
@@ -83,7 +83,7 @@ def fitting_data(recording: Trajectory) -> dict[str, Any]:
 
 
 def check_attached(recording: Trajectory, readout: str | None = None) -> None:
-    """Rejects attached signals (all, or that of one readout) of what was fitted to this recording, or to a part."""
+    """Reject attached signals of gates or stoppers that were fitted to (a part of) this recording."""
     attached = recording.provenance.get(FITTED_ON)
     for name, data in attached.items() if isinstance(attached, dict) else ():
         if readout in (None, name) and name in recording.signals and isinstance(data, dict):
@@ -91,7 +91,7 @@ def check_attached(recording: Trajectory, readout: str | None = None) -> None:
 
 
 def check_other_data(fitted_to: Mapping[str, Any], recording: OfSplit, what: str) -> None:
-    """Rejects to choose a threshold, or to evaluate, on the data to which a gate or a stopper was fitted."""
+    """Reject the data that a gate or a stopper was fitted to, if they choose a threshold or evaluate."""
     which = None
     if recording.split is not None and recording.split == fitted_to.get("split"):
         which = f"the {recording.split} split"
@@ -106,7 +106,7 @@ def check_other_data(fitted_to: Mapping[str, Any], recording: OfSplit, what: str
 
 
 def check_gate_data(recording: Trajectory) -> None:
-    """Rejects a recording that no gate can be fitted on."""
+    """Reject a recording to which no gate can be fitted."""
     check_split(recording, "A gate must not be fitted", "train")
     if recording.hidden is None or recording.num_loops < 2:
         raise UserError(
@@ -116,6 +116,7 @@ def check_gate_data(recording: Trajectory) -> None:
 
 
 def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
+    """Reject two recordings of different models."""
     for what, ours, theirs in (
         ("loops", first.num_loops, second.num_loops),
         ("classes", first.num_classes, second.num_classes),

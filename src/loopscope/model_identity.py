@@ -1,8 +1,8 @@
-"""Which model is it? The hash of its weights, and, where a configuration says how to compute with them, the hash of it.
+"""Which model is it? The hash of its weights, and of a configuration that says how to compute with them.
 
-Weights alone do not tell: one decoder can be looped in many ways, and rotary positions or damping can be edited beside
-the same file. Files from before configurations were hashed, and recordings of a user's own, have the weights alone;
-with those, weights alone are compared.
+Weights alone do not identify a model: one decoder can be looped in many ways, and rotary positions or damping can be
+edited beside the same file. Older files and users' own recordings have the hash of the weights alone; then LoopScope
+compares only the weights.
 """
 
 _CONFIGURATION = "+config:"
@@ -10,18 +10,18 @@ _SHOWN = 12
 
 
 def with_configuration(weights: str, configuration: str | None) -> str:
-    """The text that tells a model from any other; `weights` may be such a text already, of another configuration."""
+    """Join the hash of weights and a configuration to the identity of a model."""
     alone = weights_of(weights)
     return alone if configuration is None else f"{alone}{_CONFIGURATION}{configuration}"
 
 
 def weights_of(model: str) -> str:
-    """The hash of the weights alone."""
+    """The hash of the weights alone, from the identity of a model."""
     return model.partition(_CONFIGURATION)[0]
 
 
 def same_model(ours: object, theirs: object) -> bool:
-    """Whether these are one model, as far as both say; what is no text (None: not known) is as nothing but itself."""
+    """Whether two identities mean one model; an unknown identity (None) equals only another unknown one."""
     if not isinstance(ours, str) or not isinstance(theirs, str):
         return ours == theirs
     our_weights, _, our_configuration = ours.partition(_CONFIGURATION)
@@ -32,7 +32,7 @@ def same_model(ours: object, theirs: object) -> bool:
 
 
 def model_words(ours: str, theirs: str) -> str:
-    """How two models differ, in short."""
+    """How two models differ, in a few words: in their weights, or only in their configuration."""
     our_weights, _, our_configuration = ours.partition(_CONFIGURATION)
     weights, _, configuration = theirs.partition(_CONFIGURATION)
     if our_weights != weights:

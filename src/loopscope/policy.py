@@ -42,7 +42,7 @@ Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class DataSummary(Settings, frozen=True, kw_only=True):
-    """Some examples: which, and how many."""
+    """The data that a certificate rests on: which recording (by its hash), its split, and how many examples."""
 
     sha256: str  # `Trajectory.sha256`
     split: str | None
@@ -53,7 +53,7 @@ class DataSummary(Settings, frozen=True, kw_only=True):
 
 
 class Evidence(Settings, frozen=True, kw_only=True):
-    """What was observed at the threshold: in all, or at one difficulty."""
+    """The evidence for a guarantee: the loss observed at the threshold, over all examples or at one difficulty."""
 
     difficulty: float | None
     units: int  # examples, or sequences
@@ -62,6 +62,8 @@ class Evidence(Settings, frozen=True, kw_only=True):
 
 
 class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
+    """The guarantee of a policy: the limit of its loss against full depth, with confidence or on average."""
+
     sentence: str
     loss: Loss
     max_drop: Share  # the risk that is allowed
@@ -91,7 +93,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CalibrationExits(Settings, frozen=True, kw_only=True):
-    """How deep the calibration examples went, as counts: small enough for a file.
+    """The exits of the calibration examples, as counts that fit into a policy's file.
 
     An example exits at a loop. A sequence of decisions has the average of their loops, rounded to a sixteenth: the
     rounding is the same for whatever comes later, so that ranks among the counts stay exact.
@@ -102,7 +104,7 @@ class CalibrationExits(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, depths: NDArray[np.float64], num_loops: int, sequences: bool) -> Self:
-        """Of the loops [units] at which units exit, on average over each."""
+        """Count the exit loops [units] of calibration units, each an average over its examples."""
         empty = cls(per_loop=_LEVELS_PER_LOOP_OF_SEQUENCES if sequences else 1, counts=[])
         levels = (num_loops - 1) * empty.per_loop + 1
         found = np.bincount(empty.levels(depths), minlength=levels)
@@ -119,7 +121,7 @@ class CalibrationExits(Settings, frozen=True, kw_only=True):
 
 
 class Certificate(Settings, frozen=True, kw_only=True):
-    """What calibration found: the guarantee, and the exits of the examples that it was tested on, for a monitor."""
+    """The result of a calibration: the guarantee, and the exits of the tested examples for a monitor."""
 
     guarantee: Guarantee
     exits: CalibrationExits
@@ -136,7 +138,7 @@ ORACLE_THRESHOLD = 0.5
 
 
 class GateFile(Settings, frozen=True, kw_only=True):
-    """Where the weights of a policy's fitted gate or stopper are, and what they were fitted to."""
+    """The file beside a policy with the weights of its fitted gate or stopper, and their provenance."""
 
     file: str
     sha256: str
@@ -145,7 +147,7 @@ class GateFile(Settings, frozen=True, kw_only=True):
 
 
 class PolicyFile(Settings, frozen=True, kw_only=True):
-    """What the file of a policy says."""
+    """The contents of a policy's file, `policy.json`."""
 
     schema_version: Literal[8] = POLICY_SCHEMA
     readout: str
@@ -272,7 +274,7 @@ class ExitPolicy:
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
         path = Path(path)
         with atomic_file(path, wait=True) as scratch:
-            _remove_gates(path)
+            _remove_unused_gates(path)
             file = PolicyFile(
                 readout=self.readout,
                 threshold=None if self.threshold is None else float(self.threshold),
@@ -317,7 +319,7 @@ class ExitPolicy:
             weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
             if not weights.is_file() or sha256(weights) != file.gate.sha256:
                 raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
-            gate = _gate_of(file.gate, map_tensors(weights))
+            gate = _load_gate(file.gate, map_tensors(weights))
         return cls(file.readout, file.threshold, gate, file.scope, file.certificate)._as_defined()
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
@@ -497,18 +499,19 @@ class ExitPolicy:
 
 
 def chosen_scope(readout: str, recording: Trajectory) -> Scope:
-    """For what a threshold of this readout stands if it was chosen on this recording."""
+    """The scope of a threshold that was chosen on a recording, with the definition of a custom readout."""
     return msgspec.structs.replace(scope_of(recording), definition=readout_definition(readout))
 
 
-def _gate_of(file: GateFile, tensors: dict[str, NDArray[Any]]) -> Fitted:
+def _load_gate(file: GateFile, tensors: dict[str, NDArray[Any]]) -> Fitted:
+    """Load the fitted gate or stopper of a policy from its tensors."""
     if file.stopper is None:
         return FittedGate.of_tensors(tensors, file.provenance)
     return Stopper.of_tensors(file.stopper, tensors, file.provenance)
 
 
 def _save_gate(gate: Fitted, path: Path) -> GateFile:
-    """Writes the weights of the gate beside the policy at `path`; by their name, an earlier one keeps its own."""
+    """Save the weights of a policy's gate beside the policy at `path`, under a name from their hash."""
     stem = f"{path.name.removesuffix('.json')}.gate"
     data = safetensors.numpy.save({name: np.asarray(values) for name, values in gate.tensors.items()})
     found = hashlib.sha256(data).hexdigest()
@@ -518,8 +521,8 @@ def _save_gate(gate: Fitted, path: Path) -> GateFile:
     return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)), stopper=contents)
 
 
-def _remove_gates(path: Path) -> None:
-    """Removes weights that earlier policies at `path` had, if no policy beside it has them."""
+def _remove_unused_gates(path: Path) -> None:
+    """Remove the gate weights of earlier policies at `path` that no other policy in the folder uses."""
     names = f"{glob.escape(path.name.removesuffix('.json'))}.gate-????????.safetensors"
     for beside in (file for prefix in BESIDE for file in path.parent.glob(f"{prefix}{names}")):
         remove_leftovers(path.with_name(beside.name.removeprefix(beside.name.split("-")[0] + "-")))
@@ -527,10 +530,3 @@ def _remove_gates(path: Path) -> None:
         others = (o for o in path.parent.glob("*") if o.is_file() and o.stat().st_size < _MAX_POLICY_BYTES)
         if not any(old.name.encode() in other.read_bytes() for other in others):
             old.unlink(missing_ok=True)
-
-
-def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
-    """Accuracy and average loops of a policy replayed on a recording."""
-    loops = policy.exit_loops(trajectory)
-    right = trajectory.correct[np.arange(len(loops)), loops - 1]
-    return float(right.mean()), float(loops.mean())

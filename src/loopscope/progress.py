@@ -17,20 +17,21 @@ _LOG_SECONDS = 10.0
 
 
 def silent(done: int, total: int, note: str) -> None:
-    """The `ProgressCallback` of work that nobody watches."""
+    """Show no progress: the default `ProgressCallback`."""
 
 
 @contextmanager
 def track(title: str, unit: str = "") -> Iterator[ProgressCallback]:
-    """Shows progress and the time left on stderr while the work runs; `unit`: what is counted."""
+    """Show progress and the time left on standard error; `unit` names the things that are counted."""
     out, title = sys.stderr, visible(title, keep="")
     if out.isatty():
-        yield from _bar(title, out, unit)
+        yield from _progress_bar(title, out, unit)
     else:
         yield _log_lines(title, out, unit)
 
 
-def _bar(title: str, out: TextIO, unit: str) -> Iterator[ProgressCallback]:
+def _progress_bar(title: str, out: TextIO, unit: str) -> Iterator[ProgressCallback]:
+    """Show progress as a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -48,6 +49,7 @@ def _bar(title: str, out: TextIO, unit: str) -> Iterator[ProgressCallback]:
 
 
 def _log_lines(title: str, out: TextIO, unit: str) -> ProgressCallback:
+    """Show progress as a line now and then, for a log."""
     first: tuple[float, int] | None = None  # when the work began to be watched, and how much was done then
     last = time.monotonic()
 
@@ -67,7 +69,7 @@ def _log_lines(title: str, out: TextIO, unit: str) -> ProgressCallback:
 
 
 def clock(seconds: float) -> str:
-    """A duration as a person would say it: `45 s`, `12 min`, `3.5 h`, `12 days`."""
+    """A duration in words: `45 s`, `12 min`, `3.5 h`, `12 days`."""
     for size, unit, digits in ((86400.0, "days", 0), (3600.0, "h", 1), (60.0, "min", 0)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.{digits}f} {unit}"

@@ -72,7 +72,7 @@ professional_psychology public_relations security_studies sociology us_foreign_p
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark as the paper runs it."""
+    """A benchmark as the paper runs it: tasks of lm_eval, few-shot examples, metric."""
 
     name: str
     title: str  # as the paper writes it
@@ -117,7 +117,7 @@ BENCHMARKS = {
 
 
 def benchmark_named(name: str, shots: int | None = None) -> Benchmark:
-    """With so many few-shot examples in place of the paper's."""
+    """A benchmark by its name, with `shots` few-shot examples in place of the paper's number."""
     check_known(name, BENCHMARKS, "benchmark")
     found = BENCHMARKS[name]
     return found if shots is None else replace(found, shots=shots)
@@ -125,7 +125,7 @@ def benchmark_named(name: str, shots: int | None = None) -> Benchmark:
 
 @dataclass(frozen=True)
 class Question:
-    """One question as lm_eval asks it."""
+    """One question of a benchmark as lm_eval asks it."""
 
     key: str  # "arc_challenge/17", "mmlu/anatomy/3": names the document, unique in a split
     context: str
@@ -138,19 +138,19 @@ class Question:
 def load_questions(
     benchmark: Benchmark, split: Split, data: Path | None = None, limit: int | None = None
 ) -> list[Question]:
-    """The questions of a split; `limit` keeps the first ones, of MMLU in turn from every subject."""
+    """Load the questions of a split; `limit` keeps the first ones (of MMLU in turn from every subject)."""
     found: list[Question] = []
     with templates_compiled_once(), TemporaryDirectory() as folder:
         for subject in subjects_of(benchmark, data):
-            task = _task(benchmark, subject, benchmark.dataset_split(split), data, Path(folder))
-            found += _questions(benchmark, subject, task)
+            task = _lm_eval_task(benchmark, subject, benchmark.dataset_split(split), data, Path(folder))
+            found += _questions_of_task(benchmark, subject, task)
     if benchmark.validation_share is not None and split != "train":
-        found = [found[document] for document in _share(len(found), benchmark.validation_share, split)]
-    return _limited(found, limit)
+        found = [found[document] for document in _split_documents(len(found), benchmark.validation_share, split)]
+    return _first_questions(found, limit)
 
 
 def subjects_of(benchmark: Benchmark, data: Path | None) -> Sequence[str | None]:
-    """Those whose data are there."""
+    """The subjects of a benchmark (MMLU) whose data are there; [None] for benchmarks without subjects."""
     if not benchmark.subjects:
         return (None,)
     if data is None:
@@ -166,15 +166,15 @@ def subjects_of(benchmark: Benchmark, data: Path | None) -> Sequence[str | None]
 
 
 def check_data(benchmark: Benchmark, split: Split, data: Path | None) -> None:
-    """Rejects a folder that lacks files of these questions; it needs no lm_eval."""
+    """Reject a folder that lacks files of these questions; this needs no lm_eval."""
     scored = benchmark.dataset_split(split)
     if data is not None:
         for subject in subjects_of(benchmark, data):
-            _files(benchmark, subject, scored, data)
+            _benchmark_files(benchmark, subject, scored, data)
 
 
-def _files(benchmark: Benchmark, subject: str | None, scored: str, data: Path) -> dict[str, Path]:
-    """Those with the examples of the prompts and with the questions."""
+def _benchmark_files(benchmark: Benchmark, subject: str | None, scored: str, data: Path) -> dict[str, Path]:
+    """The local files with few-shot examples and with questions."""
     source = data / benchmark.name / (subject or "")
     files = {name: source / f"{name}.jsonl" for name in (benchmark.pool, scored)}
     for file in files.values():
@@ -188,14 +188,14 @@ def _files(benchmark: Benchmark, subject: str | None, scored: str, data: Path) -
 def write_task_definition(
     benchmark: Benchmark, subject: str | None, scored: str, data: Path | None, folder: Path
 ) -> Path:
-    """Writes a task definition into `folder`: lm_eval's own, with these data and this split."""
-    definition: dict[str, Any] = {"include": str(_definitions(benchmark)[_task_name(benchmark, subject)])}
+    """Write a task definition for lm_eval into `folder`: its own, with local data and this split."""
+    definition: dict[str, Any] = {"include": str(_task_definitions(benchmark)[_task_name(benchmark, subject)])}
     if scored != "validation" or benchmark.validation_share is None:
         definition["test_split"] = scored
     if scored == benchmark.pool:
         definition["fewshot_split"] = scored  # said, so that lm_eval keeps a question out of its own examples
     if data is not None:
-        files = _files(benchmark, subject, scored, data)
+        files = _benchmark_files(benchmark, subject, scored, data)
         for file in files.values():
             try:
                 msgspec.json.Decoder().decode_lines(read_bytes(file, "file of questions", None))
@@ -208,8 +208,8 @@ def write_task_definition(
     return path
 
 
-def _task(benchmark: Benchmark, subject: str | None, scored: str, data: Path | None, folder: Path) -> Any:
-    """lm_eval's task object, its requests built."""
+def _lm_eval_task(benchmark: Benchmark, subject: str | None, scored: str, data: Path | None, folder: Path) -> Any:
+    """Build lm_eval's task object with its requests."""
     path = write_task_definition(benchmark, subject, scored, data, folder)
     source = None if data is None else data / benchmark.name / (subject or "")
     with reading_benchmark(benchmark.title, source), redirect_stderr(StringIO()):  # progress bars and hints
@@ -221,6 +221,7 @@ def _task(benchmark: Benchmark, subject: str | None, scored: str, data: Path | N
 
 
 def _lm_eval_tasks() -> Any:
+    """Import `lm_eval.tasks`."""
     from lm_eval import tasks
 
     return tasks
@@ -228,7 +229,7 @@ def _lm_eval_tasks() -> Any:
 
 @contextmanager
 def reading_benchmark(what: str, source: Path | None) -> Iterator[None]:
-    """Says in a sentence whatever the libraries make of an unreachable Hub or of unfit data."""
+    """Turn errors about an unreachable Hub or unfit data into one sentence."""
     library = logging.getLogger("huggingface_hub")
     before = library.level
     library.setLevel(logging.ERROR)  # it tells of every retry
@@ -245,7 +246,8 @@ def reading_benchmark(what: str, source: Path | None) -> Iterator[None]:
         library.setLevel(before)
 
 
-def _questions(benchmark: Benchmark, subject: str | None, task: Any) -> Iterator[Question]:
+def _questions_of_task(benchmark: Benchmark, subject: str | None, task: Any) -> Iterator[Question]:
+    """Read the questions from lm_eval's task object."""
     place = "/".join((benchmark.name, *([subject] if subject else [])))
     for document, group in groupby(task.instances, key=lambda request: request.doc_id):
         requests = list(group)
@@ -260,14 +262,15 @@ def _questions(benchmark: Benchmark, subject: str | None, task: Any) -> Iterator
         yield Question(key, requests[0].args[0], choices, label, norms, subject)
 
 
-def _share(count: int, share: float, split: Split) -> list[int]:
-    """The documents of `split`, in order."""
+def _split_documents(count: int, share: float, split: Split) -> list[int]:
+    """The documents of `split`, in order: validation takes a seeded share of them, test the rest."""
     order = np.argsort(np.random.PCG64(SPLIT_SEED).random_raw(count), kind="stable")
     first = round(share * count)
     return sorted((order[:first] if split == "validation" else order[first:]).tolist())
 
 
-def _limited(questions: list[Question], limit: int | None) -> list[Question]:
+def _first_questions(questions: list[Question], limit: int | None) -> list[Question]:
+    """Keep the first `limit` questions, of several subjects in turn."""
     if limit is None:
         return questions
     turns: dict[str | None, Iterator[int]] = defaultdict(count)
@@ -277,12 +280,13 @@ def _limited(questions: list[Question], limit: int | None) -> list[Question]:
 
 
 def _task_name(benchmark: Benchmark, subject: str | None) -> str:
+    """The name of lm_eval's task for a benchmark and subject."""
     return benchmark.name if subject is None else f"{benchmark.name}_{subject}"
 
 
 @cache
-def _definitions(benchmark: Benchmark) -> dict[str, Path]:
-    """The files of lm_eval that define the tasks of a benchmark, by the tasks' names."""
+def _task_definitions(benchmark: Benchmark) -> dict[str, Path]:
+    """lm_eval's files that define the tasks of a benchmark, by task name."""
     tasks = _lm_eval_tasks()
     folder = Path(tasks.__file__).parent / benchmark.definitions
     index = tasks.TaskManager(include_defaults=False, include_path=[folder]).task_index
@@ -291,7 +295,7 @@ def _definitions(benchmark: Benchmark) -> dict[str, Path]:
 
 @contextmanager
 def templates_compiled_once() -> Iterator[None]:
-    """lm_eval compiles a prompt's template anew for every document and example: 15 times the time of filling it in."""
+    """Compile each prompt template of lm_eval once, not for every document: rendering is 15 times quicker."""
     from lm_eval.utils import env
 
     compiled = env.from_string
@@ -303,7 +307,7 @@ def templates_compiled_once() -> Iterator[None]:
 
 
 def metric_scores(log_likelihoods: NDArray[np.floating], norms: Tokens, metric: Metric) -> NDArray[np.float64]:
-    """[N, T, C] log-likelihoods as the metric compares them: as they are, or per character by `norms` [N, C].
+    """Turn log-likelihoods [N, T, C] into the metric's scores: unchanged, or per character by `norms` [N, C].
 
     Ties go to the first choice, as in lm_eval, so scores are kept in float64.
     """
@@ -313,7 +317,7 @@ def metric_scores(log_likelihoods: NDArray[np.floating], norms: Tokens, metric: 
 
 @dataclass(frozen=True, eq=False)
 class EncodedQuestion:
-    """One question in tokens: choice c is scored by the log-probabilities of `choices[c]` after `context`."""
+    """A question in tokens: the model scores choice c by the log-probabilities of `choices[c]` after `context`."""
 
     context: Tokens
     choices: tuple[Tokens, ...]
@@ -324,7 +328,7 @@ class EncodedQuestion:
 def encode_questions(
     questions: Sequence[Question], tokenizer: Any, max_length: int | None = None
 ) -> list[EncodedQuestion]:
-    """In the order of `questions`; `tokenizer` is a fast one of transformers, `max_length` what the model can run."""
+    """Encode questions in their order; `tokenizer` is a fast one of transformers."""
     pairs = []
     for start in range(0, len(questions), _TOKENIZED_TOGETHER):
         pairs += _contexts_and_choices(questions[start : start + _TOKENIZED_TOGETHER], tokenizer)
@@ -341,7 +345,7 @@ def encode_questions(
             )
         contexts_of_subject.setdefault(question.subject, []).append(contexts[-1])
     prefixes: dict[str | None, int] = {
-        subject: _shared(alike) for subject, alike in contexts_of_subject.items() if subject is not None
+        subject: _shared_prefix_length(alike) for subject, alike in contexts_of_subject.items() if subject is not None
     }
     return [
         EncodedQuestion(np.array(context), tuple(map(np.array, endings)), prefixes.get(question.subject, 0), cut)
@@ -371,7 +375,7 @@ def _contexts_and_choices(questions: Sequence[Question], tokenizer: Any) -> list
 
 
 def _tokenized(texts: list[str], bare: list[bool], tokenizer: Any) -> list[list[int]]:
-    """Every text's tokens, without special ones where it is `bare`."""
+    """The tokens of every text, without special tokens for `bare` texts."""
     tokens: list[list[int]] = [[]] * len(texts)
     for alone in {*bare}:
         chosen = [index for index, value in enumerate(bare) if value == alone]
@@ -383,8 +387,8 @@ def _tokenized(texts: list[str], bare: list[bool], tokenizer: Any) -> list[list[
     return tokens
 
 
-def _shared(contexts: list[list[int]]) -> int:
-    """Leading tokens that all contexts share; of each at least the last token is its own."""
+def _shared_prefix_length(contexts: list[list[int]]) -> int:
+    """The number of leading tokens that all contexts share; each context keeps at least its last token."""
     if len(contexts) < 2:
         return 0
     low, high = min(contexts), max(contexts)  # in dictionary order: what these two share, all between them share

@@ -11,64 +11,65 @@ from loopscope.files import is_file, is_folder, no_folder
 
 RECORDINGS = "recordings"
 _CONFIG = "config.json"
-"""Of a run, or of another checkpoint: there is a model to be recorded."""
+"""The file in the folder of a run or another checkpoint, which has a model to record."""
 ANALYSED = ("validation", "test")
-"""What thresholds are chosen on, and what they are judged on."""
+"""The splits that an analysis needs: one chooses thresholds, the other evaluates them."""
 
 
 def find_recording(path: Path, split: str) -> Path:
-    """A recording: `path` itself, or that of this split in a run or in its folder of recordings."""
+    """Find a recording: `path` itself, or the recording of this split in a run or a recordings folder."""
     if _is_recording(path):
         return path
-    return _folder_with((split,), path, "a recording, or a run that has one") / split
+    return _folder_with_splits((split,), path, "a recording, or a run that has one") / split
 
 
 def find_recordings(path: Path) -> Path:
-    """The folder with the recordings `validation` and `test`: of a run, or itself."""
+    """Find the folder with the recordings `validation` and `test`: in a run, or `path` itself."""
     if _is_recording(path):
-        raise _one_recording(path)
-    return _folder_with(ANALYSED, path, "a run whose validation and test splits are recorded")
+        raise _two_recordings_needed(path)
+    return _folder_with_splits(ANALYSED, path, "a run whose validation and test splits are recorded")
 
 
-def _folder_with(splits: Sequence[str], path: Path, expected: str) -> Path:
-    """The folder of recordings of these splits, in `path` or itself; `expected` is to be given."""
+def _folder_with_splits(splits: Sequence[str], path: Path, expected: str) -> Path:
+    """Find the folder with recordings of these splits, in `path` or `path` itself; `expected` is for the error."""
     folder = _recordings_in(path)
     if not is_folder(folder):
         raise no_folder(path, expected)
     for split in splits:
         if not is_folder(folder / split):
-            raise _not_recorded(folder, path, split)
+            raise _recording_missing(folder, path, split)
     return folder
 
 
 def recordings_at(run: Path, loops: int | None, trained: int) -> Path:
-    """The folder of a run's recordings at this depth; those of other depths than the trained one lie apart."""
+    """The recordings folder of a run at this depth; other depths than the trained one have folders of their own."""
     folder = run / RECORDINGS
     return folder if loops in (None, trained) else folder / f"{loops}-loops"
 
 
 def run_of_recordings(path: Path) -> Path:
-    """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
+    """The run folder, from itself, its recordings folder, or one of its recordings."""
     folder = path.parent if _is_recording(path) else path
     return folder.parent if folder.name == RECORDINGS else folder
 
 
 def holds_recordings(path: Path) -> bool:
-    """Whether it is a recording, or a folder with one in it."""
+    """Whether a path is a recording, or a folder with a recording in it."""
     return _is_recording(path) or (is_folder(path) and any(map(_is_recording, path.iterdir())))
 
 
 def recorded_name(folder: Path) -> str:
-    """The name of the model whose recordings are in a folder that `find_recordings` gave."""
+    """The name of the model in a folder that `find_recordings` found."""
     return (folder.parent if folder.name == RECORDINGS else folder).resolve().name
 
 
 def _is_recording(path: Path) -> bool:
+    """Whether a folder has the manifest of a recording."""
     return is_file(path / MANIFEST)
 
 
-def _word(file: Path, key: str) -> str | None:
-    """What a JSON file says at `key`, if it is one."""
+def _json_value(file: Path, key: str) -> str | None:
+    """The value of a JSON file at `key`, as text; None if the file cannot be read."""
     try:
         found: dict[str, Any] = read_json(dict, file, "file")
     except (OSError, UserError):
@@ -77,11 +78,13 @@ def _word(file: Path, key: str) -> str | None:
 
 
 def _recordings_in(path: Path) -> Path:
+    """The folder `recordings` in a run, or the path itself."""
     return path / RECORDINGS if is_folder(path / RECORDINGS) else path
 
 
-def _one_recording(path: Path) -> UserError:
-    if _word(path / MANIFEST, "kind") == "live run":
+def _two_recordings_needed(path: Path) -> UserError:
+    """The error for one recording where a command needs two."""
+    if _json_value(path / MANIFEST, "kind") == "live run":
         return UserError(
             f"{path} is a live run, which only `loopscope calibrate` and `loopscope check --policy` read; give the "
             "recordings of the model."
@@ -99,10 +102,11 @@ def _one_recording(path: Path) -> UserError:
     )
 
 
-def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
+def _recording_missing(folder: Path, path: Path, split: str) -> UserError:
+    """The error for a missing recording, with the command that makes it."""
     run = path.parent if path.name == RECORDINGS else path
     if is_file(run / _CONFIG):
-        record = f"task {run}" if _word(run / _CONFIG, "model_type") == "loopscope" else f"text {run} FILE"
+        record = f"task {run}" if _json_value(run / _CONFIG, "model_type") == "loopscope" else f"text {run} FILE"
         make = f"make it with: loopscope record {record} --split {split} --out {run / RECORDINGS / split}"
     elif below := sorted(each.name for each in folder.iterdir() if is_folder(_recordings_in(each) / split)):
         make = f"give one of those in it that have: {', '.join(below[:5])}{' and others' if below[5:] else ''}"

@@ -36,9 +36,9 @@ Counts = NDArray[np.float64]
 KEY_BITS = 36
 """Of 100,000 keys each, two recordings have a tenth of one in common by chance."""
 _STEP = 0.125
-"""To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
+"""Answers are rounded to this step: far above the rounding of half precision, far below real differences."""
 _RUN = 4
-"""Neighbouring decisions of which the key of a sequence is made: one that repeats in many texts says little alone."""
+"""The key of a sequence joins so many neighbouring decisions, because a single one repeats in many texts."""
 _SKETCHED_KEYS = 4096
 """Some 30 kB of a policy's file."""
 _GAPS = r"^[0-9a-f]{1,9}(\*[0-9]{1,12})?( [0-9a-f]{1,9}(\*[0-9]{1,12})?)*$"
@@ -47,17 +47,17 @@ _MIN_ALIKE = 0.9
 _DEVIATIONS = 4
 """An excess within so many standard deviations can be chance."""
 _MAX_CHANCE = 0.001
-"""What chance does more often than this can be chance."""
+"""An event that is more probable than this may be chance."""
 _FEW_ROWS = 4
 """A key of more rows is split evenly by any design that draws as many of each difficulty."""
 _TILTS = np.geomspace(0.001, 64, 48)
-"""At which Chernoff's bound is evaluated: each gives one, and the least is taken."""
+"""Chernoff's bound is evaluated at these tilts, and the smallest bound counts."""
 _AT_ONCE = 1 << 22
 """Numbers that are projected at a time."""
 
 
 class KeySketch(Settings, frozen=True, kw_only=True):
-    """The smallest keys of a recording with their counts: a sample of its inputs, the same for every recording."""
+    """A sketch of a recording: its smallest row keys with their counts, the same for each copy of it."""
 
     units: Count  # sequences, or examples
     keys: Annotated[str, msgspec.Meta(pattern=_GAPS)]  # hexadecimal, from key to key; `*3` behind one that 3 rows have
@@ -66,7 +66,7 @@ class KeySketch(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The different keys of a recording, ascending, and how many of its units (sequences, or examples) have each."""
+    """The distinct row keys of a recording, rising, and how many examples (or sequences) have each."""
 
     keys: Keys
     counts: NDArray[np.int64]
@@ -96,18 +96,18 @@ class RowKeys:
         return KeySketch(units=self.units, keys=" ".join(words), complete=len(self.keys) <= _SKETCHED_KEYS)
 
     def num_shared(self, other: "RowKeys") -> int:
-        """How many units of `other` are in this recording, too, beyond what chance explains."""
+        """The number of units of `other` that this recording has, too, beyond chance."""
         largest = min(self.largest, other.largest)
         ours, theirs = self._up_to(largest), other._up_to(largest)
-        keys = _merged(ours.keys, theirs.keys)
+        keys = _merged_keys(ours.keys, theirs.keys)
         n, m = ours._counts_of(keys), theirs._counts_of(keys)
         sizes = (self.units, other.units)
         if min(sizes) < 2 or not m.any():
             return 0
-        rows, excess = n + m, _excess(n, m, *sizes)
+        rows, excess = n + m, _overlap_excess(n, m, *sizes)
         total, weights = float(excess.sum()), 1 / np.maximum(rows - 1, 1)
         deviation = sqrt(float((weights**2 * rows * (rows - 1)).sum()) / 2)
-        if total <= _DEVIATIONS * deviation and _chance(rows, excess, *sizes) > _MAX_CHANCE:
+        if total <= _DEVIATIONS * deviation and _chance_of_excess(rows, excess, *sizes) > _MAX_CHANCE:
             return 0
         shared = min(total, float((weights * m)[n > 0].sum()))
         return max(0, round(shared / float((weights * m).sum()) * other.units))
@@ -117,50 +117,50 @@ class RowKeys:
         return RowKeys(self.keys[listed], self.counts[listed], self.units, largest)
 
     def _counts_of(self, keys: Keys) -> Counts:
-        """As floats: squares of counts stay finite."""
+        """The counts of these keys as floats, so that their squares stay finite."""
         found = np.zeros(len(keys))
         found[np.searchsorted(keys, self.keys)] = self.counts
         return found
 
 
-def _excess(n: Counts, m: Counts, size: int, other_size: int) -> Counts:
-    """The excess of keys that have n and m rows among so many, with its weight."""
+def _overlap_excess(n: Counts, m: Counts, size: int, other_size: int) -> Counts:
+    """The weighted excess of keys with n and m rows over what chance splits of this size give."""
     within = n * (n - 1) / (size * (size - 1)) + m * (m - 1) / (other_size * (other_size - 1))
     return (n * m - size * other_size * within / 2) / np.maximum(n + m - 1, 1)
 
 
-def _chance(rows: Counts, excess: Counts, size: int, other_size: int) -> float:
-    """At most how likely the keys of few rows have such an excess, if every row is in one or the other by lot."""
+def _chance_of_excess(rows: Counts, excess: Counts, size: int, other_size: int) -> float:
+    """An upper bound on the probability that chance gives keys of few rows such an excess."""
     few = (rows > 1) & (rows <= _FEW_ROWS)
     exponents = -_TILTS * excess[few].sum()
     ours = size / (size + other_size)
     for number in range(2, _FEW_ROWS + 1):
         n = np.arange(number + 1.0)
         likely = [comb(number, k) * ours**k * (1 - ours) ** (number - k) for k in range(number + 1)]
-        tilted = np.exp(np.outer(_TILTS, _excess(n, number - n, size, other_size))) @ likely
+        tilted = np.exp(np.outer(_TILTS, _overlap_excess(n, number - n, size, other_size))) @ likely
         exponents += np.sum(rows == number) * np.log(tilted)
     return float(np.exp(min(0.0, exponents.min())))
 
 
-def _merged(ours: Keys, theirs: Keys) -> Keys:
-    """The keys of both, each once, in rising order, as they come; merging takes linear time."""
+def _merged_keys(ours: Keys, theirs: Keys) -> Keys:
+    """Merge two rising arrays of keys, each key once; this takes linear time."""
     keys = np.sort(np.concatenate((ours, theirs)), kind="stable")
     return keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
 
 
 def text_keys(texts: Sequence[str]) -> Keys:
-    """[N] a key of every text."""
+    """[N] the row key of every text."""
     hashes = b"".join(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest() for text in texts)
     return np.frombuffer(hashes, dtype="<u8") >> np.uint64(64 - KEY_BITS)
 
 
 def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = None, step: float = _STEP) -> Keys:
-    """[N] a key of whole numbers [N, F], and of real ones [N, ...], which may differ a little where the row is one.
+    """[N] row keys from whole numbers [N, F] and from scores [N, ...], which may differ by rounding.
 
     Real numbers are projected on three random directions: the fewer are rounded, the fewer fall on the other side.
     """
     mixed = np.zeros(len(whole), dtype=np.uint64)
-    rounded = [] if scores is None else [_projected(scores.reshape(len(scores), -1), step)]
+    rounded = [] if scores is None else [_row_projections(scores.reshape(len(scores), -1), step)]
     for column in np.concatenate([whole, *rounded], axis=1).T:
         mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
@@ -170,7 +170,7 @@ def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = 
 
 
 def sequence_keys(keys: Keys, sequences: NDArray[np.integer]) -> Keys:
-    """[S] a key of every sequence, from those [N] of its decisions: the smallest key of a run of neighbours.
+    """[S] the key of every sequence, from the row keys [N] of its decisions.
 
     So a sequence is mostly known again if a few of its decisions are rounded to the other side, or cut off.
     """
@@ -182,8 +182,8 @@ def sequence_keys(keys: Keys, sequences: NDArray[np.integer]) -> Keys:
     return np.minimum.reduceat(number_keys(np.stack(runs, axis=1).astype(np.int64)), np.cumsum(lengths) - lengths)
 
 
-def _projected(scores: NDArray[np.floating], step: float) -> NDArray[np.int64]:
-    """[N, 3] projections of the rows, in steps; what is not finite (a missing class, a first loop) counts as 0."""
+def _row_projections(scores: NDArray[np.floating], step: float) -> NDArray[np.int64]:
+    """[N, 3] random projections of the rows, in steps; numbers that are not finite count as 0."""
     directions = np.random.default_rng(0).standard_normal((scores.shape[1], 3))
     directions /= np.linalg.norm(directions, axis=0)
     rows = max(1, _AT_ONCE // scores.shape[1])
@@ -194,5 +194,5 @@ def _projected(scores: NDArray[np.floating], step: float) -> NDArray[np.int64]:
 
 
 def common_kind(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first kind of key that both have, the surest first."""
+    """The most reliable kind of row key that two recordings share; None if they share none."""
     return next((kind for kind in ours if kind in theirs), None)

@@ -1,8 +1,8 @@
-"""For which model and decisions does a threshold mean what it means? What a policy was calibrated on, and is held to.
+"""For which model and decisions does a threshold hold? The scope of a calibrated policy.
 
-A recording says it by its provenance; one made from arrays is of answers, or of tokens where it has sequences, unless
-its provenance names another `unit`. What is not said (`None`: all of a policy made by hand) binds nobody; where both
-sides say something, they must say the same.
+A recording has its scope in its provenance. A recording made from arrays is of answers, or of tokens if it has
+sequences, unless its provenance names another `unit`. A field that is unknown (`None`, as in a policy made by hand)
+matches every value; fields that both sides know must agree.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ STATE_WORDS: dict[StateRead, str] = {
     "last_token": "last context token",
     "mean_over_choices": "mean over the choices' tokens",
 }
-"""As recordings of questions have them in their provenance."""
+"""The words for the state in the provenance of recordings of questions."""
 
 _KINDS = ("unit", "score", "state", "cache", "precision")
 _WORDS: dict[str, str] = {
@@ -38,24 +38,26 @@ _WORDS: dict[str, str] = {
 
 
 class Scope(Settings, frozen=True, kw_only=True):
-    unit: Unit | None = None  # what one decision is about
-    score: Score | None = None  # of questions: what is compared
+    """The scope of a threshold: unit, score, state, cache and precision of the decisions it was chosen on."""
+
+    unit: Unit | None = None  # the unit of one decision
+    score: Score | None = None  # of questions: the score that is compared
     state: StateRead | None = None  # of questions: where state and gate are read
-    cache: CacheMode | None = None  # of tokens: what later ones find of those that exited
+    cache: CacheMode | None = None  # of tokens: the cache entries that exited tokens leave for later ones
     precision: str | None = None  # of the weights
     model: str | None = None  # the hash of its weights and configuration
     definition: str | None = None  # the hash of a user's readout, as it was when the threshold was chosen
 
     def difference(self, other: "Scope") -> tuple[str, str, str] | None:
-        """The first kind in which two differ, where both say something, and what each says."""
+        """The first field in which two scopes differ, if both know it, with both values in words."""
         for name in _KINDS:
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours is not None and theirs is not None and ours != theirs:
-                return name, _words(name, ours), _words(name, theirs)
+                return name, _scope_words(name, ours), _scope_words(name, theirs)
         return None
 
     def check(self, here: "Scope") -> None:
-        """Refuses decisions of another kind than those that this is about."""
+        """Reject decisions of another kind than this scope's."""
         if (found := self.difference(here)) is not None:
             name, ours, theirs = found
             remedy = "calibrate one on a recording of these"
@@ -74,7 +76,7 @@ class Scope(Settings, frozen=True, kw_only=True):
             )
 
     def __str__(self) -> str:
-        words = [_words(name, value) for name in _KINDS if (value := getattr(self, name)) is not None]
+        words = [_scope_words(name, value) for name in _KINDS if (value := getattr(self, name)) is not None]
         if self.unit == "tokens":
             words = [each.replace("text with the cache", "with the cache") for each in words]  # of a text, it said
         return ", ".join(words) or "anything: it does not say"
@@ -83,28 +85,29 @@ class Scope(Settings, frozen=True, kw_only=True):
 ANYTHING = Scope()
 
 
-def _words(name: str, value: str) -> str:
+def _scope_words(name: str, value: str) -> str:
+    """One field of a scope in words."""
     if name == "cache":
         return f"text with the cache '{value}'"
     return f"weights in {value}" if name == "precision" else _WORDS[value]
 
 
 def unit_of(provenance: Mapping[str, Any], of_sequences: bool) -> Unit:
-    """What one decision of a recording is about."""
+    """The unit of a recording's decisions: questions, tokens or answers."""
     return provenance.get("unit") or (
         "questions" if "benchmark" in provenance else "tokens" if of_sequences else "answers"
     )
 
 
-def counted(which: str, examples: int, sequences: int | None, unit: Unit | None) -> str:
-    """How many there are, and of what: `2,000 test examples`, `2,000 test tokens of 100 sequences`."""
+def example_count_text(which: str, examples: int, sequences: int | None, unit: Unit | None) -> str:
+    """How many examples there are, in words: `2,000 test examples`, `2,000 test tokens of 100 sequences`."""
     if sequences is None:
         return f"{examples:,} {which} examples"
     return f"{examples:,} {which} {unit or 'decisions'} of {sequences:,} sequences"
 
 
 def scope_of(trajectory: Trajectory) -> Scope:
-    """What the decisions of a recording are, as far as it says."""
+    """The scope of a recording's decisions, from its provenance."""
     found = trajectory.provenance
     unit = unit_of(found, trajectory.sequences is not None)
     state = next((name for name, words in STATE_WORDS.items() if found.get("state") == words), None)

@@ -1,4 +1,4 @@
-"""How does a result become a data frame? It names its columns, and every library of data frames takes those."""
+"""How does a result become a data frame? It names its columns, which every library of data frames accepts."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -7,7 +7,7 @@ from loopscope.errors import UserError
 
 
 class Tabular(ABC):
-    """Be a table, too: columns for any library of data frames."""
+    """Let a result be a data frame, too: its columns for any library of data frames."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, list[Any]]:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.readouts.readout import READOUTS, Readout, find_readout, required_readout
-from loopscope.readouts.replay import has_signal, signal
-from loopscope.readouts.signals import FITTED, SIGNALS, STOPPER, is_gate
+from loopscope.readouts.readout import Readout, find_readout, required_readout
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import SIGNALS, STOPPER, is_gate
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -26,10 +26,10 @@ _GAP = 3e-5
 
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
-    """The paper's thresholds: quantiles of the calibration signal over all loops, or a grid that needs no data."""
-    definition = _definition_on(readout, calibration)
+    """The paper's threshold grid: quantiles of the calibration signal over all loops, or a fixed grid."""
+    definition = _readout_on(readout, calibration)
     if definition.takes != "threshold":
-        return _own_grid(definition, calibration.num_loops)
+        return _grid_without_signal(definition, calibration.num_loops)
     values = signal(readout, calibration)
     if is_gate(readout):
         return GATE_GRID.copy()
@@ -37,17 +37,18 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
 
 
 def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve:
-    """Thresholds so close together that steps between them do not matter; the gate's come from data here, too."""
-    definition = _definition_on(readout, calibration)
+    """A threshold grid so fine that its steps do not matter; the gate's comes from data here, too."""
+    definition = _readout_on(readout, calibration)
     if definition.takes != "threshold":
-        return _own_grid(definition, calibration.num_loops)
+        return _grid_without_signal(definition, calibration.num_loops)
     key = (readout, definition, points)
     if key not in calibration.computed:
-        calibration.computed[key] = _fine_grid(readout, definition, calibration, points)
+        calibration.computed[key] = _fine_signal_grid(readout, definition, calibration, points)
     return calibration.computed[key].copy()
 
 
-def _fine_grid(readout: str, definition: Readout, calibration: Trajectory, points: int) -> Curve:
+def _fine_signal_grid(readout: str, definition: Readout, calibration: Trajectory, points: int) -> Curve:
+    """Compute the fine grid of a readout from its signal, ending in a threshold that never exits early."""
     values = signal(readout, calibration)
     ends_alike = is_gate(readout) or readout.startswith(STOPPER)  # every example says the same at loop T
     values = values[:, :-1] if ends_alike and values.shape[1] > 1 else values
@@ -55,13 +56,13 @@ def _fine_grid(readout: str, definition: Readout, calibration: Trajectory, point
     return np.append(_quantile_grid(readout, definition, values, np.linspace(0, 1, points)), never)
 
 
-def _own_grid(definition: Readout, num_loops: int) -> Curve:
-    """The thresholds of a readout that asks no signal: every depth, or the one (of no value) of the oracle."""
+def _grid_without_signal(definition: Readout, num_loops: int) -> Curve:
+    """The thresholds of a readout without a signal: every depth, or the single threshold of the oracle."""
     return np.arange(1.0, num_loops + 1) if definition.takes == "depth" else np.array([np.nan])
 
 
 def _quantile_grid(readout: str, definition: Readout, values: Curve, quantiles: Curve) -> Curve:
-    """The quantiles of a signal [N, T]; beside each whole number, at most as many, where it has no others."""
+    """The quantiles of a signal [N, T]; for a signal of whole numbers, the middles beside them."""
     known = values[~np.isnan(values)]
     if not len(known):
         loops = "one loop" if values.shape[1] == 1 else f"{values.shape[1]} loops"
@@ -75,19 +76,19 @@ def _quantile_grid(readout: str, definition: Readout, values: Curve, quantiles: 
 
 
 def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
-    """Thresholds, laxest first, in the gaps between the values at which an example's exit moves to another loop.
+    """Thresholds, laxest first, in the gaps between signal values at which an example's exit moves.
 
     No example lies on a threshold, so that rounding decides about none. The strictest lets one of them exit early, the
     laxest all of them at the first loop that has a signal.
     """
-    definition = _definition_on(readout, proposing)
+    definition = _readout_on(readout, proposing)
     if definition.takes == "nothing":
         raise UserError("The oracle needs the labels, so it cannot be calibrated; choose another readout.")
     if definition.takes == "depth":
         return np.arange(1.0, proposing.num_loops)
     values = eagerness(readout, proposing)
     values = np.unique(values[~np.isnan(values)])
-    all_of_them = values[:1] - (0.5 if is_whole(values) else 1e-3 * _scale(values[:1]))
+    all_of_them = values[:1] - (0.5 if is_whole(values) else 1e-3 * _magnitudes(values[:1]))
     thresholds = np.concatenate((all_of_them, gap_middles(values)))
     if len(thresholds) > points:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, points).round().astype(int)]
@@ -95,24 +96,25 @@ def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
 
 
 def every_threshold(readout: str, trajectory: Trajectory) -> Curve:
-    """Laxest first, every value at which an example's exit moves to another loop: no other threshold differs."""
+    """All values, laxest first, at which an example's exit moves: no other threshold exits differently."""
     values = eagerness(readout, trajectory)
     values = np.unique(values[~np.isnan(values)])
     return values if required_readout(readout).exits == "above" else -values
 
 
 def gap_middles(values: Curve) -> Curve:
-    """The middle of every gap between these values, in rising order and each once, that is wider than rounding."""
-    wide = np.flatnonzero(np.diff(values) > _GAP * _scale(values[1:]))
+    """The middle of every gap between sorted values that is wider than rounding."""
+    wide = np.flatnonzero(np.diff(values) > _GAP * _magnitudes(values[1:]))
     return np.asarray((values[wide] + values[wide + 1]) / 2)
 
 
-def _scale(values: Curve) -> Curve:
+def _magnitudes(values: Curve) -> Curve:
+    """The size of each value, for relative differences."""
     return np.maximum(np.abs(values), np.finfo(np.float64).tiny)
 
 
 def in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) -> float:
-    """The middle of the nearest gap between the sorted signals that is wider than rounding, or of the widest near by.
+    """Move a threshold into the middle of the nearest gap between sorted signal values that exceeds rounding.
 
     A quantile can be the signal of many equal examples, and then rounding would decide who of them exits.
     """
@@ -123,14 +125,14 @@ def in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) ->
     near = np.arange(max(1, rank - len(values) // 200), min(len(values), rank + len(values) // 200 + 1))
     if not len(near):
         return threshold
-    widths = (values[near] - values[near - 1]) / _scale(values[near])
+    widths = (values[near] - values[near - 1]) / _magnitudes(values[near])
     wide = near[widths > _GAP]
     above = wide[np.abs(wide - rank).argmin()] if len(wide) else near[widths.argmax()]
     return float(values[above - 1 : above + 1].mean())
 
 
 def eagerness(readout: str, trajectory: Trajectory) -> Curve:
-    """[N, T-1] the most that the signal has said for an exit by each loop before the last: its running maximum.
+    """[N, T-1] the strongest call for an exit by each loop before the last: the signal's running maximum.
 
     Of the signal itself, or of minus the signal where a low one means exit; NaN where it has said nothing yet.
     """
@@ -138,20 +140,14 @@ def eagerness(readout: str, trajectory: Trajectory) -> Curve:
     return np.fmax.accumulate(values if required_readout(readout).exits == "above" else -values, axis=1)
 
 
-def available_readouts(*trajectories: Trajectory) -> list[str]:
-    """The readouts for which every one of these recordings holds what is needed."""
-    fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
-    return [name for name in (*READOUTS, *fitted) if all(has_signal(name, each) for each in trajectories)]
-
-
 def is_whole(values: Curve) -> bool:
-    """Whether a signal says whole numbers only (NaN aside)."""
+    """Whether a signal has whole numbers only (NaN aside)."""
     values = values[~np.isnan(values)]
     return bool(len(values) and (values == np.rint(values)).all())
 
 
-def _definition_on(readout: str, trajectory: Trajectory) -> Readout:
-    """When a readout exits; a signal that came with the recording may not say."""
+def _readout_on(readout: str, trajectory: Trajectory) -> Readout:
+    """The definition of a readout; reject a recorded signal that does not say when it exits."""
     if find_readout(readout) is None and readout in trajectory.signals:
         raise UserError(
             f"The signal '{readout}' of the recording has no readout: say when it exits, with "

@@ -1,4 +1,4 @@
-"""What is a trajectory? What a model said at every loop about every example, recorded; it knows no network.
+"""What is a trajectory? The recorded outputs of a model at every loop for every example, without the network.
 
 A recording is a folder: `manifest.json` (schema version, split, provenance, hashes), `trajectory.safetensors` (all
 arrays but the hidden states), `hidden.safetensors` and `examples.json` where they were kept. Arrays are memory-mapped
@@ -45,7 +45,7 @@ _ARRAYS = (
 SPLITS = ("train", "validation", "test", "extrapolation")
 SIGNAL_PREFIX = "signal."
 _COPY_STEP = 2.0**-12
-"""To which the scores of copies are rounded: above the rounding of single precision."""
+"""The scores of copies are rounded to this step: above the rounding of single precision."""
 _NEVER_ZERO = 1e-6
 """Added to cross-entropies before their logarithm, where copies are told from examples that are all but certain."""
 _CERTAIN = 1e-3
@@ -58,8 +58,8 @@ NO_LABELS = (
 )
 
 
-class Contents(Settings, frozen=True, kw_only=True):
-    """What the manifest of a recording says of it."""
+class RecordingContents(Settings, frozen=True, kw_only=True):
+    """The contents of a recording in its manifest."""
 
     split: str | None
     examples: int
@@ -155,7 +155,7 @@ class Trajectory:
 
     @property
     def _arrays(self) -> dict[str, Array]:
-        """Those that were kept, by name, hidden states last."""
+        """The arrays that the recording holds, by name, hidden states last."""
         names = (*_ARRAYS, "hidden")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -194,7 +194,7 @@ class Trajectory:
     @property
     def required_labels(self) -> Array:
         """Return [N] the labels; raise `UserError` if there are none."""
-        return required(self.labels)
+        return require_labels(self.labels)
 
     @cached_property
     def cross_entropy(self) -> Array:
@@ -204,7 +204,7 @@ class Trajectory:
         if self.logits is None:
             raise UserError("This recording keeps no label log-probabilities, so it has no cross-entropy.")
         found, labels = np.empty(self.logits.shape[:2]), self.required_labels
-        for rows in _some_rows(self.logits):
+        for rows in _row_slices(self.logits):
             logits = self.logits[rows].astype(np.float64)
             label = np.take_along_axis(logits, labels[rows, None, None], axis=2)[..., 0]
             top = logits.max(axis=-1)
@@ -272,7 +272,7 @@ class Trajectory:
         return other
 
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
-        """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
+        """[n] the indices of some rows, given as indices or as a mask; reject an array that could be either."""
         mask, size = rows.dtype == np.bool_, self.num_examples
         chosen = np.flatnonzero(rows) if mask or not rows.size else as_integers(rows, "rows")
         fits = len(rows) == size if mask else not len(chosen) or 0 <= chosen.min() <= chosen.max() < size
@@ -375,7 +375,7 @@ class Trajectory:
 
     @property
     def _own_signals(self) -> Array | None:
-        """[N, signals, T] all but those of attached gates."""
+        """[N, signals, T] all recorded signals except those of attached gates."""
         names = sorted(name for name in self.signals if ":" not in name)
         return np.stack([self.signals[name] for name in names], axis=1) if names else None
 
@@ -468,13 +468,13 @@ class Trajectory:
         """
         arrays = {name: values for name, values in self._arrays.items() if name != "hidden"}
         arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
-        arrays = {name: _narrow(values) for name, values in arrays.items()}
+        arrays = {name: _narrowest_integers(values) for name, values in arrays.items()}
         files: dict[str, Any] = {TRAJECTORY: dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))}
         if self.hidden is not None:
             files[HIDDEN] = {"hidden": self.hidden}
         if self.examples is not None:
             files[EXAMPLES] = list(self.examples)
-        contents = Contents(split=self.split, examples=self.num_examples, loops=self.num_loops)
+        contents = RecordingContents(split=self.split, examples=self.num_examples, loops=self.num_loops)
         save_artifact(folder, RECORDING, RECORDING_SCHEMA, plain(contents), self.provenance, files, RECORDING_FILES)
 
     @classmethod
@@ -501,7 +501,7 @@ class Trajectory:
 
     @classmethod
     def _read(cls, path: Path) -> Self:
-        found = load_artifact(path, RECORDING, RECORDING_SCHEMA, Contents, TRAJECTORY)
+        found = load_artifact(path, RECORDING, RECORDING_SCHEMA, RecordingContents, TRAJECTORY)
         arrays = found.arrays
         recorded = [name for name in arrays if name.startswith(SIGNAL_PREFIX)]
         signals = {name.removeprefix(SIGNAL_PREFIX): arrays.pop(name) for name in recorded}
@@ -518,8 +518,8 @@ class Trajectory:
             raise UserError(f"{path}: {error}") from None
 
 
-def _narrow(values: Array) -> Array:
-    """Whole numbers in the smallest type that holds all of them; other arrays as they are."""
+def _narrowest_integers(values: Array) -> Array:
+    """Store whole numbers in the smallest type that holds them; other arrays stay as they are."""
     if values.dtype != np.int64:
         return values
     low, high = values.min(), values.max()
@@ -527,14 +527,14 @@ def _narrow(values: Array) -> Array:
     return values.astype(next(kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max))
 
 
-def _some_rows(values: Array) -> Iterator[slice]:
-    """Slices of the rows of [N, ...] that are worked on together, so that what is made of them takes little memory."""
+def _row_slices(values: Array) -> Iterator[slice]:
+    """Slices of the rows of [N, ...], so small that working on one takes little memory."""
     size = max(1, _AT_ONCE * len(values) // max(values.size, 1))
     return (slice(start, start + size) for start in range(0, len(values), size))
 
 
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
-    """The parts of one recording, one after the other; of their provenance what all of them say."""
+    """Join the parts of a recording, and the provenance that all parts share."""
     first = parts[0]
     models = [part.provenance.get("weights_sha256") for part in parts]
     for other, model in zip(parts[1:], models[1:], strict=True):
@@ -567,13 +567,13 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def required(labels: Array | None) -> Array:
-    """Labels without which nothing can be said of what is right."""
+def require_labels(labels: Array | None) -> Array:
+    """Require labels, for results that need the right answers."""
     if labels is None:
         raise UserError(NO_LABELS)
     return labels
 
 
 def check_split_name(name: str) -> None:
-    """Rejects a split that there is none of: what guards evaluation data goes by its name."""
+    """Reject an unknown split name, because the name protects evaluation data."""
     check_known(name, SPLITS, "split")

@@ -19,15 +19,15 @@ from loopscope.errors import RecordingWarning, UserError
 Array = NDArray[Any]
 _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
-"""What may be missing to a probability of 1."""
+"""How far a sum of probabilities may be from 1."""
 _ROUNDED_LOGIT = 0.01
-"""By which share logits may differ for being kept in half precision."""
+"""The share by which half precision may change logits."""
 _MIN_TO_WARN = 100
 """So many logits do not look like probabilities by chance."""
 
 
 class _KnownProvenance(msgspec.Struct):
-    """What LoopScope reads of a provenance; the rest is the user's."""
+    """The part of a recording's provenance that LoopScope reads; the rest is the user's."""
 
     weights_sha256: str | None = None
     precision: str | None = None
@@ -39,7 +39,7 @@ class _KnownProvenance(msgspec.Struct):
 
 
 def check_contents(trajectory: Any) -> None:
-    """Rejects arrays and a provenance that do not make a recording.
+    """Reject arrays and a provenance that do not make a recording.
 
     Of a `Trajectory`, which imports this, with its arrays frozen.
     """
@@ -50,12 +50,13 @@ def check_contents(trajectory: Any) -> None:
         raise UserError(f"provenance is saved as JSON, and this is none ({error}).") from None
     for problem in chain(_shape_problems(trajectory), _value_problems(trajectory)):
         raise UserError(problem)
-    if "keeps_hidden" not in trajectory.provenance:  # which what LoopScope records has
+    if "keeps_hidden" not in trajectory.provenance:  # LoopScope puts this key into its own recordings
         _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
         _warn_of_copies(trajectory.logits)
 
 
 def _shape_problems(trajectory: Any) -> Iterator[str]:
+    """What is wrong with the shapes of a recording's arrays."""
     for name in ("labels", "sequences", "predictions"):
         value = getattr(trajectory, name)
         if value is not None and not np.issubdtype(value.dtype, np.integer):
@@ -88,11 +89,12 @@ def _shape_problems(trajectory: Any) -> Iterator[str]:
 
 
 def _value_problems(trajectory: Any) -> Iterator[str]:
+    """What is wrong with the values of a recording's arrays."""
     if trajectory.logits is not None:
         yield from _logit_problems(trajectory.logits, trajectory.labels)
     for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
         if (value := getattr(trajectory, name)) is not None and not np.isfinite(value).all():
-            yield f"{name} holds a value that is not finite (first: {_first(name, ~np.isfinite(value))})."
+            yield f"{name} holds a value that is not finite (first: {_first_wrong_place(name, ~np.isfinite(value))})."
     for name in ("labels", "predictions"):
         if (value := getattr(trajectory, name)) is not None and value.min() < 0:
             yield f"{name} are classes, counted from 0, and one of them is below 0."
@@ -111,23 +113,23 @@ def _value_problems(trajectory: Any) -> Iterator[str]:
 
 
 def _prediction_problems(logits: Array, predictions: Array) -> Iterator[str]:
-    """Predictions that are not the likeliest class by the logits, up to rounding."""
+    """Find predictions that are not the class with the largest logit, up to rounding."""
     if predictions.max() >= logits.shape[2]:
         yield f"predictions name a class beyond the {logits.shape[2]} of the logits."
     top = logits.max(axis=-1).astype(np.float64)
     answered = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
     if (wrong := answered < top - _ROUNDED_LOGIT * (1 + np.abs(top))).any():
         yield (
-            f"predictions and logits contradict each other (first: {_first('predictions', wrong)}, which is not the "
-            "likeliest class there); leave out the predictions."
+            f"predictions and logits contradict each other (first: {_first_wrong_place('predictions', wrong)}, which "
+            "is not the likeliest class there); leave out the predictions."
         )
 
 
 def frozen(values: Array, name: str) -> Array:
-    """A read-only view (whole numbers as int64, others as floats); its source must not be changed from now on."""
+    """A read-only view (whole numbers as int64, others as floats); do not change its source afterwards."""
     array = as_array(values, name)
     if name == "seen":
-        array = _flags(array)
+        array = _as_booleans(array)
     elif array.dtype == np.bool_ and name != "difficulty":
         raise UserError(f"{name} must be numbers, got booleans.")
     elif array.dtype.kind in "biu":
@@ -139,27 +141,28 @@ def frozen(values: Array, name: str) -> Array:
     return array
 
 
-def _flags(seen: Array) -> Array:
-    """Booleans, also of 0 and 1: of a whole number, `~` would make an index."""
+def _as_booleans(seen: Array) -> Array:
+    """Convert 0 and 1 to booleans, because `~` of a whole number would make an index."""
     if seen.dtype != np.bool_ and not np.isin(seen, (0, 1)).all():
         raise UserError("seen must be true or false (or 1 or 0) for every example.")
     return seen.astype(np.bool_, copy=False)
 
 
 def _logit_problems(logits: Array, labels: Array | None) -> Iterator[str]:
+    """What is wrong with logits: NaN, or no choice for a label."""
     top = logits.max(axis=-1)
     for wrong, what in ((np.isnan(top), "NaN"), (np.isposinf(top), "+inf"), (np.isneginf(top), "-inf for every class")):
         if wrong.any():
-            yield f"logits hold {what} (first: {_first('logits', wrong)}); check how they were computed."
+            yield f"logits hold {what} (first: {_first_wrong_place('logits', wrong)}); check how they were computed."
     missing = np.isneginf(logits)
     if missing.any():
         if (differs := missing != missing[:, :1]).any():
             yield (
                 f"A class is missing (-inf) at one loop of an example but not at another (first: "
-                f"{_first('logits', differs)}); give -inf at all of its loops, or at none."
+                f"{_first_wrong_place('logits', differs)}); give -inf at all of its loops, or at none."
             )
         if (few := logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
-            yield f"An example has fewer than two classes (first: {_first('logits', few)})."
+            yield f"An example has fewer than two classes (first: {_first_wrong_place('logits', few)})."
     if labels is None:
         return
     classes = logits.shape[2]
@@ -171,12 +174,12 @@ def _logit_problems(logits: Array, labels: Array | None) -> Iterator[str]:
         among = f"0 to {classes - 1}" + (", without those that are -inf" if missing[row].any() else "")
         yield (
             f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); "
-            f"{_why(labels, logits)}."
+            f"{_label_advice(labels, logits)}."
         )
 
 
-def _why(labels: Array, logits: Array) -> str:
-    """What is probably wrong with labels that name no class."""
+def _label_advice(labels: Array, logits: Array) -> str:
+    """The probable reason for labels that name no class."""
     low, high, (_, loops, classes) = labels.min(), labels.max(), logits.shape
     if low == 1 and high == classes:
         return "they seem to be counted from 1: count from 0"
@@ -185,17 +188,18 @@ def _why(labels: Array, logits: Array) -> str:
     return "leave out examples without a label"
 
 
-def _sum_to_one(logits: Array) -> bool:
+def _sums_to_one(logits: Array) -> bool:
+    """Whether the last axis looks like probabilities."""
     return float(np.abs(logits.sum(axis=-1, dtype=np.float64) - 1).max()) < _ROUNDING
 
 
-def _first(name: str, wrong: Array) -> str:
-    """The first place at which an array is wrong, as Python writes it."""
+def _first_wrong_place(name: str, wrong: Array) -> str:
+    """The first place at which an array is wrong, as an index in Python."""
     return f"{name}[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
 
 
 def _warn_of_copies(logits: Array | None) -> None:
-    """The last loop's logits in the place of all others give a verdict, too."""
+    """Warn if every loop has the last loop's logits, because a verdict on them means nothing."""
     if logits is None or logits.shape[1] == 1 or len(logits) < _MIN_TO_WARN:
         return
     if all((part == part[:, :1]).all() for part in (logits[:_MIN_TO_WARN], logits)):  # the first few tell nearly always
@@ -207,8 +211,8 @@ def _warn_of_copies(logits: Array | None) -> None:
 
 
 def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> None:
-    """Probabilities in the place of logits give a verdict, and a wrong one; logits seldom look like them."""
-    if logits is not None and logits[..., 0].size >= _MIN_TO_WARN and logits.min() >= 0 and _sum_to_one(logits):
+    """Warn if logits look like probabilities, because the verdict would be wrong."""
+    if logits is not None and logits[..., 0].size >= _MIN_TO_WARN and logits.min() >= 0 and _sums_to_one(logits):
         warnings.warn(
             "All logits are 0 or more and sum to 1 over the classes, as probabilities do; of probabilities p give "
             "log(p), since entropies and margins would be those of other predictions.",
@@ -228,8 +232,8 @@ def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> N
 
 
 def as_array(values: Any, name: str) -> NDArray[Any]:
-    """An array of numbers or booleans, from NumPy, PyTorch or lists."""
-    array = np.asarray(_without_device(values))
+    """Convert numbers or booleans from NumPy, PyTorch or lists to an array."""
+    array = np.asarray(_readable_by_numpy(values))
     if np.ma.isMaskedArray(values):
         raise UserError(f"{name} must be an array without a mask, which would be lost.")
     wraps = array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max
@@ -238,8 +242,8 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
     return array
 
 
-def _without_device(values: Any) -> Any:
-    """A tensor of PyTorch without what keeps NumPy from reading it: its gradient, its device, and bfloat16."""
+def _readable_by_numpy(values: Any) -> Any:
+    """Detach a PyTorch tensor, and move it to the CPU in a type that NumPy can read."""
     torch = sys.modules.get("torch")  # without it there are no tensors
     if torch is None or not isinstance(values, torch.Tensor):
         return values
@@ -248,7 +252,7 @@ def _without_device(values: Any) -> Any:
 
 
 def as_integers(values: Any, name: str) -> NDArray[np.int64]:
-    """An array of whole numbers; floats and booleans are none."""
+    """Convert to an array of whole numbers; reject floats and booleans."""
     array = as_array(values, name)
     if array.dtype.kind not in "iu":
         raise UserError(f"{name} must be whole numbers, got an array of {array.dtype}.")
@@ -256,7 +260,7 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def as_token_row(values: Any, name: str) -> NDArray[np.int64]:
-    """At least one token."""
+    """Convert a row of at least one token id to an array."""
     row = as_integers(values, name)
     if row.ndim != 1 or not len(row):
         raise UserError(f"{name} must be a row of at least one token, a whole number each.")

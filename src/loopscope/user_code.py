@@ -22,12 +22,12 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def is_user_name(name: str) -> bool:
-    """Whether this is written as module:name."""
+    """Whether a name has the form module:name."""
     return _NAME.fullmatch(name) is not None
 
 
 def source_of(name: str, what: str, given: Any = None) -> tuple[bytes, Path | None]:
-    """The text of the module that has this name, and its file; of a function in a notebook its own text, and no file.
+    """The source text of the module of a user's name, and its file; for a function in a notebook its own text, no file.
 
     `what` says what it is, for errors. `given` is the object itself, where Python has it already. Python runs the
     `__init__` of the packages around the module, and nothing of the module itself.
@@ -55,7 +55,7 @@ def source_of(name: str, what: str, given: Any = None) -> tuple[bytes, Path | No
 
 
 def source_sha256(name: str, what: str, recorded: str | None = None, given: Any = None) -> str:
-    """The hash of the module's text; it must be the one that the settings have recorded, if they have one."""
+    """The hash of a user's source text; reject a text that differs from the `recorded` hash."""
     found = hashlib.sha256(source_of(name, what, given)[0]).hexdigest()
     if recorded not in (None, found):
         raise UserError(f"The source text of '{name}' is not the one that these settings name; put it back.")
@@ -63,15 +63,16 @@ def source_sha256(name: str, what: str, recorded: str | None = None, given: Any 
 
 
 def load_code(name: str, what: str, given: Any = None) -> Any:
-    """The function or class of this name, if it is what its source text says now."""
+    """Load the user's function or class, if its source text still says the same."""
     text, file = source_of(name, what, given)
-    found = _imported(name, what) if given is None else given
+    found = _import_user_code(name, what) if given is None else given
     if file is not None and not _is_compiled_from(text, found):
         raise UserError(f"{file}, with '{name}', was changed after Python had imported it; start Python again.")
     return found
 
 
-def _imported(name: str, what: str) -> Any:
+def _import_user_code(name: str, what: str) -> Any:
+    """Import the user's module, and turn its errors into one sentence."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -83,7 +84,7 @@ def _imported(name: str, what: str) -> Any:
 
 
 def _is_compiled_from(text: bytes, found: Any) -> bool:
-    """Whether the function, or every method of the class, is what Python makes of the text now.
+    """Whether Python compiles the current source text to this function, or to every method of this class.
 
     pytest makes something else of its tests.
     """
@@ -95,11 +96,11 @@ def _is_compiled_from(text: bytes, found: Any) -> bool:
     if not own or type(loader) is not SourceFileLoader:
         return True
     try:
-        return own <= _nested(compile(text, str(file), "exec", dont_inherit=True))
+        return own <= _nested_code(compile(text, str(file), "exec", dont_inherit=True))
     except SyntaxError:
         return False
 
 
-def _nested(code: CodeType) -> set[CodeType]:
-    """The code and all code that is defined in it."""
-    return {code}.union(*(_nested(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+def _nested_code(code: CodeType) -> set[CodeType]:
+    """A code object with all code that is defined in it."""
+    return {code}.union(*(_nested_code(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

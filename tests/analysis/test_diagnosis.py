@@ -8,9 +8,10 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis.diagnosis import diagnose_subject
-from loopscope.analysis.gaps import Gap, Subject, with_stoppers
+from loopscope.analysis.gaps import Gap, Subject
 from loopscope.analysis.verdict_text import Finding, verdict_sentence
 from loopscope.frontier import curve
+from loopscope.learned.stopper_fitting import with_stoppers
 from loopscope.threshold_grids import fine_grid
 
 LOOPS = 5

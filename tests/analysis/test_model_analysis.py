@@ -11,14 +11,9 @@ from conftest import answers, random_trajectory
 from pages import source
 
 import loopscope as ls
+from loopscope.analysis.benchmark_results import metric_accuracies, rows_by_subject
 from loopscope.analysis.difficulty import difficulty_ordering
-from loopscope.analysis.model_analysis import (
-    ModelRecordings,
-    analyse_models,
-    by_subject,
-    metric_accuracies,
-    read_recordings,
-)
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_models, read_recordings
 from loopscope.analysis.results import model_label
 from loopscope.analysis.schema import Results
 
@@ -128,11 +123,11 @@ def test_both_metrics_are_known_whichever_was_scored() -> None:
 
 
 def test_subjects_are_in_the_keys() -> None:
-    found = by_subject(answers("mmlu", "test", rows=10, subjects=3))
+    found = rows_by_subject(answers("mmlu", "test", rows=10, subjects=3))
     assert {name: rows.sum() for name, rows in found.items()} == {"s0": 4, "s1": 3, "s2": 3}
     assert found["s1"][[1, 4, 7]].all()
-    assert by_subject(answers("arc_easy", "test", rows=10)) == {}
-    assert by_subject(answers("mmlu", "test", rows=10, subjects=3, examples=None)) == {}
+    assert rows_by_subject(answers("arc_easy", "test", rows=10)) == {}
+    assert rows_by_subject(answers("mmlu", "test", rows=10, subjects=3, examples=None)) == {}
 
 
 FIXED = {"name": "fixed_prior", "prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1}

@@ -17,13 +17,12 @@ from loopscope.analysis.targets import WITHIN_A_POINT, Target
 from loopscope.analysis.threshold_details import (
     OUTCOMES,
     ThresholdDetails,
-    count_exits,
+    count_exits_by_threshold,
     exit_outcomes,
     sample_by_pattern,
     slider_targets,
 )
-from loopscope.frontier import crossings, exit_loops, laxest_first
-from loopscope.policy import accuracy_and_loops
+from loopscope.frontier import accuracy_and_loops, crossings, exit_loops, laxest_first
 from loopscope.threshold_grids import grid
 
 Made = tuple[Results, list[ThresholdDetails]]
@@ -109,7 +108,7 @@ def test_exits_are_those_of_the_policy(readout: str) -> None:
     thresholds = thresholds[laxest_first(readout, thresholds)]
     crossed = crossings(readout, thresholds, trajectory)
     levels, bins = difficulty_bins(trajectory)
-    table = count_exits(crossed, len(thresholds), trajectory.correct, bins)
+    table = count_exits_by_threshold(crossed, len(thresholds), trajectory.correct, bins)
     for place in range(0, len(thresholds), 13):
         policy = ls.ExitPolicy(readout, None if readout == "oracle" else float(thresholds[place]))
         loops = policy.exit_loops(trajectory)
@@ -129,7 +128,7 @@ def test_exits_are_counted_without_a_list_for_every_threshold() -> None:
     crossed = np.sort(rng.integers(0, thresholds + 1, (rows, 3)), axis=1)
     correct, bins = rng.random((rows, 4)) < 0.5, rng.integers(0, 3, rows)
     tracemalloc.start()
-    table = count_exits(crossed, thresholds, correct, bins)
+    table = count_exits_by_threshold(crossed, thresholds, correct, bins)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < rows * thresholds

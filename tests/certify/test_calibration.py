@@ -20,8 +20,8 @@ from loopscope.certify.losses import losses, risk_groups
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import guaranteed_part
-from loopscope.certify.threshold_walk import never_falling
-from loopscope.frontier import crossings, laxest_first, totals
+from loopscope.certify.threshold_walk import monotone_losses
+from loopscope.frontier import crossings, laxest_first, totals_at_exit
 from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import concatenate
 
@@ -68,10 +68,10 @@ def test_totals_and_what_stays_lost_are_those_of_every_threshold_by_itself(
     thresholds = thresholds[laxest_first(name, thresholds)]
     crossed, lost = crossings(name, thresholds, trajectory), losses("gap", trajectory)
     at_exit = np.stack([lost_by(ls.ExitPolicy(name, float(each)), trajectory) for each in thresholds], axis=1)
-    assert totals(crossed, lost, len(thresholds)).tolist() == at_exit.sum(axis=0).tolist()
-    kept = never_falling(lost, crossed, len(thresholds))
+    assert totals_at_exit(crossed, lost, len(thresholds)).tolist() == at_exit.sum(axis=0).tolist()
+    kept = monotone_losses(lost, crossed, len(thresholds))
     running = np.maximum.accumulate(at_exit[:, ::-1], axis=1)[:, ::-1]  # over stricter thresholds, which come later
-    assert totals(crossed, kept, len(thresholds)).tolist() == running.sum(axis=0).tolist()
+    assert totals_at_exit(crossed, kept, len(thresholds)).tolist() == running.sum(axis=0).tolist()
 
 
 def test_the_grid_lies_between_the_examples_and_reaches_from_one_exit_to_all() -> None:

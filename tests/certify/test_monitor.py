@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.certify.monitor import MEAN_BETS, MeanBets, RankBets, start
+from loopscope.certify.monitor import MEAN_BETS, MeanBets, RankBets, starting_wealth
 from loopscope.errors import UserError
 from loopscope.policy import CalibrationExits, Certificate
 from loopscope.trajectory import concatenate
@@ -90,7 +90,7 @@ def test_the_wealth_is_1_on_average_and_speaks_as_rarely_as_it_says() -> None:
     """Exactly, over all streams of 12 audits, at a risk that is just the limit."""
     limit, steps, expected, crossed = 0.3, 12, 0.0, 0.0
     for stream in range(2**steps):
-        wealth, bets, probability = start(MEAN_BETS), MeanBets(limit), 1.0
+        wealth, bets, probability = starting_wealth(MEAN_BETS), MeanBets(limit), 1.0
         for step in range(steps):
             loss = stream >> step & 1
             probability *= limit if loss else 1 - limit

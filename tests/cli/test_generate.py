@@ -15,7 +15,7 @@ from tiny_language import draft_at, write_ouro
 
 import loopscope as ls
 from cli.conftest import Command, run
-from loopscope.cli.generate import _wasted
+from loopscope.cli.generate import _no_saving_note
 from loopscope.engine import generation
 from loopscope.engine.draft_spacing import Spacing
 from loopscope.models.tokenizer import Detokenizer
@@ -232,7 +232,7 @@ def test_a_policy_that_saves_no_time_is_named(checkpoint: str, command: Command)
 def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, cost: float, words: str | None) -> None:
     """By what it took, those that were asked in vain included, not by how many drafts stood."""
     stats = generation.GenerationStats(tokens=100, drafted=drafted, accepted=accepted, drafting_cost=cost)
-    told = _wasted(stats, 110, 4, lossless=True)
+    told = _no_saving_note(stats, 110, 4, lossless=True)
     assert told is None if words is None else words in str(told)
 
 

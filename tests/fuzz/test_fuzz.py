@@ -79,7 +79,7 @@ def found_within(world: World, inputs: int, kind: str, what: str) -> bool:
 @pytest.mark.parametrize(
     ("check", "found", "kind", "what"),
     [
-        ("artifacts._problems", [], "recording", "a recording was altered, and is accepted"),
+        ("artifacts._manifest_problems", [], "recording", "a recording was altered, and is accepted"),
         ("artifacts.is_intact", True, "gate", "a gate was altered, and is accepted"),
         ("policy.is_intact", True, "policy", "a guaranteed policy was altered, and is accepted"),
     ],

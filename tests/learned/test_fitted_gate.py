@@ -12,7 +12,7 @@ from loopscope.frontier import choose
 from loopscope.learned.attach import attach
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.transformer import Gate
-from loopscope.threshold_grids import available_readouts
+from loopscope.readouts.replay import available_readouts
 
 
 def linear(width: int = 6, **provenance: object) -> FittedGate:

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 import loopscope as ls
-from loopscope.analysis.gaps import with_stoppers
 from loopscope.frontier import sweep
 from loopscope.learned.attach import load_fitted
 from loopscope.learned.stopper import STOPPER_KINDS, Stopper, StopperKind, price_index
-from loopscope.learned.stopper_fitting import fit_out_of_bag
+from loopscope.learned.stopper_fitting import fit_out_of_bag, with_stoppers
 
 LAST = 0.95
 """The accuracy of the last loop of the population below, whatever was seen before."""

@@ -13,10 +13,10 @@ from loopscope.analysis.model_analysis import analyse_models, read_recordings
 from loopscope.analysis.schema import Results
 from loopscope.bench.exit_timing import trained_model
 from loopscope.readouts.readout import find_readout
+from loopscope.readouts.replay import available_readouts
 from loopscope.readouts.signals import HALTED
 from loopscope.recording.task_recording import record_task
 from loopscope.report.products import OVERVIEW
-from loopscope.threshold_grids import available_readouts
 from loopscope.training.objectives import act_weights
 from loopscope.training.task_run import train
 

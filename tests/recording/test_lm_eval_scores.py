@@ -18,8 +18,8 @@ from loopscope.models.looped_model import LoopedModel
 from loopscope.questions import (
     BENCHMARKS,
     Benchmark,
-    _share,
-    _task,
+    _lm_eval_task,
+    _split_documents,
     encode_questions,
     metric_scores,
     templates_compiled_once,
@@ -58,10 +58,10 @@ def lm_eval_tasks(benchmark: Benchmark, folder: Path, every: bool) -> Iterator[t
     whole = benchmark.dataset_split("test")
     for subject in ("anatomy", "global_facts") if benchmark.subjects else (None,):
         with templates_compiled_once():
-            task = _task(benchmark, subject, whole, DATA, folder)
+            task = _lm_eval_task(benchmark, subject, whole, DATA, folder)
         documents = [list(group) for _, group in groupby(task.instances, key=lambda request: request.doc_id)]
         if benchmark.validation_share is not None:
-            documents = [documents[row] for row in _share(len(documents), benchmark.validation_share, "test")]
+            documents = [documents[row] for row in _split_documents(len(documents), benchmark.validation_share, "test")]
         yield task, documents[: count(benchmark, every)]
 
 

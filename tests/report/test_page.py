@@ -20,14 +20,14 @@ from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.bootstrap import interval, resampled_curves
-from loopscope.analysis.gaps import with_stoppers
 from loopscope.analysis.model_analysis import ModelRecordings
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import OUTCOMES
+from loopscope.frontier import accuracy_and_loops
+from loopscope.learned.stopper_fitting import with_stoppers
 from loopscope.paper.counterparts import PRODUCTS
-from loopscope.policy import accuracy_and_loops
+from loopscope.readouts.replay import available_readouts
 from loopscope.report.verdicts import needed_loops
-from loopscope.threshold_grids import available_readouts
 
 pytestmark = pytest.mark.long
 

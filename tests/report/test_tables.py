@@ -15,15 +15,15 @@ from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.diagnosis import Diagnosis
+from loopscope.analysis.formatting import rounded_percent
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.analysis.verdict_text import rounded_percent
 from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables
 from loopscope.report.curves import frontier_panel
-from loopscope.report.page import page_head, render, scope
+from loopscope.report.page import page_head, render, scope_sentence
 from loopscope.report.products import OVERVIEW
 from loopscope.report.verdicts import summary
 
@@ -185,7 +185,7 @@ def test_without_a_verdict_nothing_is_learned(name: str, tmp_path: Path, monkeyp
     def learned(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("loopscope.analysis.gaps.fit_out_of_bag", learned)
+    monkeypatch.setattr("loopscope.learned.stopper_fitting.fit_out_of_bag", learned)
     for recording in MODELS[name]:
         recording.save(tmp_path / str(recording.split))
     assert main(["diagnose", str(tmp_path)]) == 0
@@ -298,8 +298,8 @@ def test_the_seeds_of_the_reference_are_the_reference() -> None:
 def test_a_summary_is_good_english(results: Results) -> None:
     both = only(results, "small", "chance")
     assert summary(both) == ("Of 2 models, whether a part is to blame cannot be told in 1, and 1 gets no verdict.")
-    assert scope(both).startswith("2 runs; 300 to 400 test examples each")
-    assert scope(only(results, "chance")).startswith("1 run; 400 test examples.")
+    assert scope_sentence(both).startswith("2 runs; 300 to 400 test examples each")
+    assert scope_sentence(only(results, "chance")).startswith("1 run; 400 test examples.")
 
 
 def test_the_terminal_says_of_which_seed_it_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

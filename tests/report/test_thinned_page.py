@@ -6,7 +6,7 @@ from pages import TARGETS, source
 
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.report.page import _coarser, _shorter, thinned
+from loopscope.report.page import _with_fewer_difficulties, _with_fewer_examples, thinned
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_fewer_examples_are_of_every_pattern_still() -> None:
     made = source("a", 0, rows=1500)
     _, details = analyse_models([made], None, TARGETS)
     patterns = {tuple(row) for row in made.test.correct.tolist()}
-    short = _shorter(details[0].deep.examples, 25, 100)
+    short = _with_fewer_examples(details[0].deep.examples, 25, 100)
     assert len(short.rows) == 25
     assert short.rows == sorted(short.rows)
     assert {tuple(made.test.correct[row].tolist()) for row in short.rows} == patterns
@@ -40,7 +40,7 @@ def test_fewer_examples_are_of_every_pattern_still() -> None:
 def test_joined_difficulties_count_the_same_examples() -> None:
     rng = np.random.default_rng(0)
     _, details = analyse_models([source("a", 0, rows=300, difficulty=rng.integers(0, 30, 300))], None, TARGETS)
-    deep, coarse = details[0].deep, _coarser(details[0].deep, 7)
+    deep, coarse = details[0].deep, _with_fewer_difficulties(details[0].deep, 7)
     assert len(coarse.levels) == len(coarse.counts) == 7
     assert coarse.levels == sorted(coarse.levels)
     assert sum(coarse.counts) == 300

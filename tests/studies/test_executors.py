@@ -24,7 +24,7 @@ from loopscope.cli import main
 from loopscope.config import read_json, to_json
 from loopscope.progress import silent
 from loopscope.studies.executors import StudyWork, do_step, run_study
-from loopscope.studies.steps import Step, to_be_done
+from loopscope.studies.steps import Step, missing_steps
 
 __all__ = ["finished"]
 
@@ -76,7 +76,7 @@ def test_one_product_leaves_the_report_alone(finished: Path, capsys: pytest.Capt
 
 def test_nothing_is_made_twice(finished: Path) -> None:
     plan, store = planned(TINY), finished / "store"
-    assert to_be_done([model.analysis for model in plan.models], store) == []
+    assert missing_steps([model.analysis for model in plan.models], store) == []
     times = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
     assert run_study(plan, store, silent) == 0
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == times
@@ -110,7 +110,7 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
     assert [model.analysis.done(store) for model in plan.models] == [False, True]
     assert len(plan.results(store).models) == 1
     (hindered / "thesis.txt").unlink()
-    assert len(to_be_done(plan.steps, store)) == 4
+    assert len(missing_steps(plan.steps, store)) == 4
 
 
 class Failing(Step, frozen=True):

@@ -15,7 +15,7 @@ import loopscope
 from loopscope.cli import main
 from loopscope.models.device import cores
 from loopscope.progress import silent
-from loopscope.studies.executors import StudyWork, _places, do_step
+from loopscope.studies.executors import StudyWork, _worker_devices, do_step
 from loopscope.studies.steps import Train
 
 WORKER = """
@@ -61,7 +61,7 @@ def test_every_gpu_has_a_worker_and_cores_do_the_rest(tmp_path: Path) -> None:
     training = [step for step in steps if isinstance(step, Train)]
 
     def places(devices: list[str], *given: object, workers: int | None = None) -> list[str]:
-        return _places(list(given), StudyWork([], tmp_path, devices, 1, silent), workers)
+        return _worker_devices(list(given), StudyWork([], tmp_path, devices, 1, silent), workers)
 
     two = ["cuda:0", "cuda:1"]
     assert places([*two, "cuda:2"], *training) == two  # two runs keep two GPUs busy, and no core

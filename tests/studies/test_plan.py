@@ -12,7 +12,7 @@ import loopscope as ls
 from loopscope.cli import main
 from loopscope.studies.executors import do_step
 from loopscope.studies.plan import Plan
-from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, TimeTask, Train, Transfer, to_be_done
+from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, TimeTask, Train, Transfer, missing_steps
 
 __all__ = ["finished"]
 
@@ -106,7 +106,7 @@ def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
     def certified(guarantees: str) -> tuple[list[str], dict[str, Path]]:
         """The steps that this takes, and the files that lead to its policies."""
         plan = planned(one_run(tmp_path, "", guarantees))
-        steps = to_be_done([model.analysis for model in plan.models], store)
+        steps = missing_steps([model.analysis for model in plan.models], store)
         for step in steps:
             do_step(step, store, "cpu")
         plan.link(store, tmp_path / "out")
@@ -185,7 +185,7 @@ def test_rules_are_transferred_between_the_runs_that_a_study_lists(
         return changed(tmp_path, 'title = "Tiny"', f'title = "Tiny"\ntransfer = {json.dumps(names)}')
 
     plan = planned(study(*others))
-    steps = to_be_done([step for model in plan.models for step in model.goals], store)
+    steps = missing_steps([step for model in plan.models for step in model.goals], store)
     assert [step.kind for step in steps] == ["transfer"] * 3
     assert not any(isinstance(need, Analyse) for step in steps for need in step.needs)
     assert plan.results(store).transfer == []
@@ -197,7 +197,7 @@ def test_rules_are_transferred_between_the_runs_that_a_study_lists(
     assert {"gate:linear-ponder", "gate:linear-utility"} < readouts
     refused = {each.refused for each in found if each.stops == others[-1] and each.readout.startswith("gate:")}
     assert all("keeps none; record it with --hidden" in sentence or "No verdict" in sentence for sentence in refused)
-    assert len(to_be_done([step for model in plan.models for step in model.goals], store)) == 1
+    assert len(missing_steps([step for model in plan.models for step in model.goals], store)) == 1
     assert not keys(planned(study(*listed)), Transfer) & keys(plan, Transfer)  # onto others
     assert keys(planned(study("mano-*-fixed-*", others[-1])), Transfer) == keys(plan, Transfer)
     words = ("--out", str(finished / "tiny"), "--store", str(store), "--product", "transfer")

@@ -38,7 +38,7 @@ MAX_UNITS = 1 << 15
 """More units than this are resampled in groups."""
 _GROUPS = 1 << 14
 MIN_UNITS = 30
-"""Of fewer test examples than this (sequences, distinct inputs) resamples say nothing."""
+"""With fewer test units than this (examples, sequences, distinct inputs), an interval means nothing."""
 _SEED = 0
 _CHUNK = 50
 _MOST_KEPT = 1 << 28
@@ -53,11 +53,11 @@ _ROUNDING = 1e-10
 def resampled_sums(
     contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, units: Units = None
 ) -> Sums:
-    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows).
+    """Bootstrap column sums: [1 + R, K] from [N, K], the sample itself first, then resamples of the units [N].
 
     Of many units the number of those in a resample varies a little: divide by it, as `resampled_means` does.
     """
-    drawn = _drawn_together(contributions.shape[0], units)
+    drawn = _bootstrap_units(contributions.shape[0], units)
     if drawn is not None:
         ones = np.ones(len(drawn), dtype=np.float32)
         contributions = cast("csr_array", csr_array((ones, (drawn, np.arange(len(drawn))))) @ contributions)
@@ -65,13 +65,13 @@ def resampled_sums(
         contributions = contributions.toarray()
     rows = contributions.shape[0]
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
-    for counts in _kept_counts(rows, resamples):
+    for counts in _cached_draw_counts(rows, resamples):
         sums.append((counts.astype(np.float32) @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
 
 
-def _drawn_together(rows: int, units: Units) -> Units:
-    """[N] the unit of every row, or the group of its unit where units are many; None if rows are drawn one by one."""
+def _bootstrap_units(rows: int, units: Units) -> Units:
+    """[N] the bootstrap unit of every row, in groups if there are many units; None if rows are drawn one by one."""
     count = rows if units is None else int(units.max()) + 1
     if count <= MAX_UNITS:
         return units
@@ -79,8 +79,8 @@ def _drawn_together(rows: int, units: Units) -> Units:
     return groups if units is None else groups[units]
 
 
-def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
-    """[R, rows] how often each row is drawn, some resamples at a time; no row is ever drawn 256 times."""
+def _draw_counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
+    """[R, rows] how often a bootstrap resample draws each row, some resamples at a time; at most 255 times."""
     rng = np.random.default_rng(_SEED)
     for start in range(0, resamples, _CHUNK):
         size = (min(_CHUNK, resamples - start), rows)
@@ -88,19 +88,19 @@ def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
         yield np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.uint8)
 
 
-def _kept_counts(rows: int, resamples: int) -> Iterable[NDArray[np.uint8]]:
-    """The same counts, kept where there is room: every readout, grid and mean of a model is resampled alike."""
+def _cached_draw_counts(rows: int, resamples: int) -> Iterable[NDArray[np.uint8]]:
+    """The cached draw counts: the bootstrap resamples every readout, grid and mean of a model alike."""
     if rows * resamples > _MOST_KEPT:
-        return _counts(rows, resamples)
+        return _draw_counts(rows, resamples)
     if (rows, resamples) not in _kept:
         while sum(units * draws for units, draws in _kept) + rows * resamples > _MOST_KEPT:
             del _kept[next(iter(_kept))]
-        _kept[rows, resamples] = tuple(_counts(rows, resamples))
+        _kept[rows, resamples] = tuple(_draw_counts(rows, resamples))
     return _kept[rows, resamples]
 
 
 def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, units: Units = None) -> Sums:
-    """[1 + R, K] the same of means."""
+    """Bootstrap column means: [1 + R, K] from [N, K], the sample itself first."""
     counted = np.concatenate((values, np.ones((len(values), 1), dtype=np.float32)), axis=1)
     sums = resampled_sums(counted, resamples, units=units)
     means: Sums = sums[:, :-1] / sums[:, -1:]
@@ -109,7 +109,7 @@ def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, uni
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a number lies in 95 % of the resamples that have it."""
+    """A bootstrap interval: 95 % of the resamples that have a value lie in it."""
 
     low: float
     high: float
@@ -117,13 +117,13 @@ class Interval:
 
 
 def interval(values: Sums) -> Interval | None:
-    """Of [1 + R] values, the sample's own first; None where no resample has one (NaN)."""
+    """The bootstrap interval of [1 + R] values, the sample itself first; None if no resample has a value (NaN)."""
     low, high, reached = (float(bound[0]) for bound in intervals(values[:, None]))
     return Interval(low, high, reached) if reached else None
 
 
 def intervals(values: Sums) -> tuple[Sums, Sums, Sums]:
-    """The same for many numbers, of [1 + R, K] values: low and high ends (NaN where there are none), and shares [K].
+    """Bootstrap intervals of many numbers [1 + R, K]: low ends, high ends (NaN: none), shares of resamples [K].
 
     As `np.nanpercentile` has them, and faster.
     """
@@ -152,14 +152,14 @@ class Estimate:
 
 
 def estimate(values: Sums) -> Estimate:
-    """Of [1 + R] means, the sample's own first."""
+    """The sample's mean with its bootstrap interval, from [1 + R] means."""
     bounds = interval(values)
     assert bounds is not None  # a mean exists in every resample
     return Estimate(float(values[0]), bounds.low, bounds.high)
 
 
 def widened(bootstrap: Estimate, difference: NDArray[Any], units: Units, fewer_than: float = np.inf) -> Estimate:
-    """The interval, at least as wide as the exact one of a sign test on the units that differ.
+    """Widen a bootstrap interval to at least the exact interval of a sign test on the units that differ.
 
     Where few differ, they can all happen to lie on one side, and resamples of them then always do. A sign test knows no
     sizes, so loops, which differ in theirs, are widened only if `fewer_than` so many differ.
@@ -176,13 +176,13 @@ def widened(bootstrap: Estimate, difference: NDArray[Any], units: Units, fewer_t
 
 @dataclass(frozen=True)
 class Curves:
-    """A frontier, resampled, at every threshold."""
+    """A frontier on every bootstrap resample: accuracy and average loops at each of G thresholds."""
 
     accuracy: Sums  # [1 + R, G]
     average_loops: Sums  # [1 + R, G]
 
     def at(self, chosen: NDArray[np.bool_]) -> "Curves":
-        """Of these thresholds alone."""
+        """The same frontier at these thresholds only."""
         return Curves(self.accuracy[:, chosen], self.average_loops[:, chosen])
 
     def depth_at(self, accuracy: float) -> Sums:
@@ -211,7 +211,7 @@ class Curves:
 def resampled_curves(
     readout: str, thresholds: NDArray[np.float64], trajectory: Trajectory, resamples: int = RESAMPLES
 ) -> Curves:
-    """In the order of the thresholds."""
+    """The frontier of a readout on a recording and on its bootstrap resamples, in the order of the thresholds."""
     points = np.asarray(thresholds, dtype=np.float64)
     order, size = laxest_first(readout, points), len(points)
     crossed = crossings(readout, points[order], trajectory)  # [N, T-1], a threshold each, or `size`: none
@@ -231,7 +231,7 @@ def resampled_curves(
 
 @dataclass(frozen=True)
 class LabelAware:
-    """The cheapest rule that knows the labels: exit at the first correct loop, or at once if there is none."""
+    """The cheapest rule that knows the labels: exit at the first correct loop; at loop 1 if no loop is correct."""
 
     first_right: Sums  # [1 + R, T] how many examples are first right at each loop
     examples: Sums  # [1 + R, 1] how many there are
@@ -246,6 +246,7 @@ class LabelAware:
 
 
 def resampled_label_aware(trajectory: Trajectory, resamples: int = RESAMPLES) -> LabelAware:
+    """Count on every bootstrap resample at which loop examples become correct: the rule that knows the labels."""
     right = trajectory.correct
     first = np.zeros((len(right), right.shape[1] + 1), dtype=np.float32)
     rows = np.flatnonzero(right.any(axis=1))

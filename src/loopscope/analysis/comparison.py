@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.analysis.bootstrap import MIN_UNITS, RESAMPLES, Estimate, estimate, resampled_means, widened
-from loopscope.analysis.diagnosis import GIVEN, without_verdict
+from loopscope.analysis.diagnosis import GIVEN, no_verdict_sentence
+from loopscope.analysis.formatting import aligned, percent_text, wrapped
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
-from loopscope.analysis.targets import Target, as_target, percent_text
-from loopscope.analysis.verdict_text import aligned, wrapped
-from loopscope.certify.tested_data import counted_in
+from loopscope.analysis.targets import Target, as_target
+from loopscope.certify.tested_data import counted_in_words
 from loopscope.errors import UserError
 from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy
@@ -24,7 +24,7 @@ from loopscope.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class Paired:
-    """Two policies on the same examples."""
+    """The accuracy and loops of two policies, compared on the same examples."""
 
     first: str
     second: str
@@ -37,7 +37,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Side:
-    """A policy on a recording, under a name."""
+    """One of two policies to compare: its name, its policy and the recording that it is replayed on."""
 
     name: str
     policy: ExitPolicy
@@ -45,7 +45,7 @@ class Side:
 
 
 def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
-    """Compares two policies; they may run on trajectories of different models, if the examples are the same."""
+    """Compare two policies on the same examples; the recordings may come from different models."""
     if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
         raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
     ours, theirs = (exits_of(side.policy, side.trajectory) for side in (first, second))
@@ -63,7 +63,7 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
 
 
 def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
-    """[N, 2] whether each example is right where the policy lets it exit, and at which loop that is."""
+    """[N, 2] whether each example is right at the loop where the policy exits, and that loop."""
     loops = policy.exit_loops(trajectory)
     right = np.take_along_axis(trajectory.correct, loops[:, None] - 1, axis=1)[:, 0]
     return np.stack((right, loops), axis=1).astype(np.float32)
@@ -99,7 +99,7 @@ class Comparison(Tabular):
 
     selected: Paired  # at the operating points that validation chose
     depth: Gap | None  # in D@X; None where they reach nothing above chance together
-    tested: str  # what they were compared on, in words
+    tested: str  # the examples of the comparison, in words
     units: int  # that were resampled: examples, or the sequences or distinct inputs that they belong to
     without_depth: str = ""  # why no depth is compared: a model that is not above chance, or has one loop
 
@@ -139,8 +139,8 @@ class Comparison(Tabular):
     @property
     def _on_selected(self) -> str:
         first, second = self.selected.first, self.selected.second
-        loops = _judged(self.selected.loops, second, first, "takes fewer loops", "take as many loops")
-        accuracy = _judged(self.selected.accuracy, first, second, "is more accurate", "are equally accurate")
+        loops = _comparison_words(self.selected.loops, second, first, "takes fewer loops", "take as many loops")
+        accuracy = _comparison_words(self.selected.accuracy, first, second, "is more accurate", "are equally accurate")
         return f"At the thresholds that validation chose, {loops}; {accuracy}."
 
     def to_dict(self) -> dict[str, list[Any]]:
@@ -182,8 +182,8 @@ class Comparison(Tabular):
     __repr__ = __str__
 
 
-def _judged(difference: Estimate, if_above: str, if_below: str, better: str, equal: str) -> str:
-    """Which of the two is better, if the interval lies above or below zero; that both are equal, or that it is open."""
+def _comparison_words(difference: Estimate, if_above: str, if_below: str, better: str, equal: str) -> str:
+    """Say which of two readouts is better: by an interval above or below zero, in it, or undecided."""
     if difference.low == difference.high == 0:
         return f"both {equal}"
     if difference.low <= 0 <= difference.high:
@@ -245,9 +245,9 @@ def compare(
     subject = Subject(validation, test)
     against = subject if other is None else Subject(*theirs)
     sentences = [
-        without_verdict(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
+        no_verdict_sentence(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
     ]
-    tested = (counted_in(test, "test"), test.num_units)
+    tested = (counted_in_words(test, "test"), test.num_units)
     if any(sentences):
         return Comparison(paired(*sides), None, *tested, sentences[0] or f"{other_name}: {sentences[1]}")
     gap = depth_gap(as_target(target), (subject, [first]), (against, [second]))

@@ -18,31 +18,14 @@ Thresholds are swept on a grid so fine that its steps do not matter.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, depth_gap, gap_between, with_stoppers
-from loopscope.analysis.targets import (
-    Target,
-    TargetLevel,
-    as_target,
-    best_loop,
-    chance,
-    is_above_chance,
-    percent_text,
-    target_level,
-)
-from loopscope.analysis.verdict_text import (
-    UNDECIDED,
-    Finding,
-    GapWords,
-    aligned,
-    gap_words,
-    rounded_percent,
-    verdict_sentence,
-    with_bounds,
-    wrapped,
-)
-from loopscope.certify.tested_data import counted_in
+from loopscope.analysis.formatting import aligned, percent_text, rounded_percent, wrapped
+from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, depth_gap, gap_between
+from loopscope.analysis.targets import Target, TargetLevel, as_target, best_loop, chance, is_above_chance, target_level
+from loopscope.analysis.verdict_text import UNDECIDED, Finding, GapWords, gap_words, verdict_sentence, with_bounds
+from loopscope.certify.tested_data import counted_in_words
 from loopscope.errors import UserError
 from loopscope.leaks import check_calibration
+from loopscope.learned.stopper_fitting import with_stoppers
 from loopscope.readouts.signals import own_name
 from loopscope.tabular import Tabular
 from loopscope.trajectory import Trajectory
@@ -236,29 +219,29 @@ def diagnose(
     >>> ls.diagnose(validation, test).blamed
     ('readout',)
     """
-    subject = learned_subject(validation, test, target)
+    subject = subject_with_stoppers(validation, test, target)
     if reference is None:
         return diagnose_subject(subject, None, target)
     same = reference[0] is validation and reference[1] is test
     return diagnose_subject(subject, subject if same else Subject(*reference), target)
 
 
-def learned_subject(validation: Trajectory, test: Trajectory, target: float | Target | None) -> Subject:
-    """With learned stoppers beside its readouts, unless there is no verdict: to learn them takes longest of all."""
+def subject_with_stoppers(validation: Trajectory, test: Trajectory, target: float | Target | None) -> Subject:
+    """The model to diagnose, with learned stoppers unless no verdict is possible: learning them takes longest."""
     check_calibration(validation, test)
-    silent = without_verdict(validation, test, target_level(as_target(target), validation, test))
+    silent = no_verdict_sentence(validation, test, target_level(as_target(target), validation, test))
     return Subject(validation, test) if silent else Subject(*with_stoppers(validation, test))
 
 
 def diagnose_subject(
     subject: Subject, reference: Subject | None = None, target: float | Target | None = None
 ) -> Diagnosis:
-    """The gaps of a model, and which part they blame; the reference may be the model itself."""
+    """Measure the gaps of a model and find the part to blame; the reference may be the model itself."""
     if reference is not None and len({subject.test.num_classes, reference.test.num_classes} - {None}) > 1:
         raise UserError("The model and its reference answer with different numbers of classes; compare like with like.")
     level = subject.level(as_target(target))
     best = subject.best(level.accuracy)
-    if sentence := without_verdict(subject.validation, subject.test, level):
+    if sentence := no_verdict_sentence(subject.validation, subject.test, level):
         return Diagnosis(level, subject.chance, best, None, None, None, None, (), NO_VERDICT, sentence)
     readout, room = _readout_gap(subject, level), rooms(subject, level)
     against = None if reference is subject else reference
@@ -290,12 +273,12 @@ def diagnose_subject(
 
 
 def _readout_gap(subject: Subject, level: TargetLevel) -> Gap | None:
-    """The model's own gate against the best readout on the same trajectory."""
+    """The readout gap: the model's own gate against the best readout on the same trajectory."""
     return None if subject.gate is None else depth_gap(level.target, (subject, [subject.gate]), (subject, []))
 
 
 def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) -> Gap | None:
-    """The same readouts on both trajectories, the best of them on each, at the lower of both targets."""
+    """The trajectory gap: the same readouts on both trajectories, at the lower of both targets."""
     readouts = subject.readouts_shared_with(reference)
     gap = depth_gap(level.target, (subject, readouts), (reference, readouts))
     return None if gap is None else replace(gap, second=f"{gap.second} on the reference")
@@ -303,27 +286,28 @@ def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) ->
 
 @dataclass(frozen=True)
 class Rooms:
-    """What other rules could save of a model's best readout."""
+    """The room of a diagnosis: loops that other exit rules could save over a model's best readout."""
 
     room_left: Gap | None  # None only where nothing above chance is ever reached together
     reachable_room: Gap | None  # None where no stopper could be learned
 
 
 def rooms(subject: Subject, level: TargetLevel) -> Rooms:
+    """Measure the room left (by a rule that knows the labels) and the reachable room (by learned stoppers)."""
     left = gap_between(level.accuracy, subject.exit_by(), subject.exit_by_labels, subject.test, subject.chance)
     learned = depth_gap(level.target, (subject, []), (subject, subject.stoppers)) if subject.stoppers else None
     return Rooms(left, learned)
 
 
-def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
-    """The sentence on why nothing can be said of a model; nothing where it can.
+def no_verdict_sentence(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
+    """The sentence that explains why a diagnosis has no verdict; empty if a verdict is possible.
 
     The loop that validation prefers is tested: a model that is right early and wrong at the end has a trajectory.
     """
     loop, guessed = best_loop(validation), chance(test, validation)
     if not is_above_chance(test, loop, validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
-        right = f"{rounded_percent(test.correct[:, loop - 1].mean())} of {counted_in(test, 'test')}"
+        right = f"{rounded_percent(test.correct[:, loop - 1].mean())} of {counted_in_words(test, 'test')}"
         return (
             f"No verdict: {where} it is right in {right}, and chance, or always the commonest answer, in "
             f"{percent_text(guessed)} (it is not above chance by an exact binomial test at 5 %)."

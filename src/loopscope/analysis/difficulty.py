@@ -22,7 +22,7 @@ _MAX_LEVELS = 50
 
 
 def difficulty_bins(trajectory: Trajectory) -> tuple[list[float], NDArray[np.int64]]:
-    """The levels [L] and the bin of every example [N]; a trajectory without difficulties is one bin."""
+    """The difficulties [L] and the bin of every example [N]; one bin for a recording without difficulties."""
     difficulty = trajectory.difficulty
     if difficulty is None:
         difficulty = np.zeros(trajectory.num_examples, dtype=np.int64)
@@ -45,41 +45,41 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> Binned:
             lowest, highest, _ = intervals(resampled_means(values[inside].astype(np.float32), units=units))
         low.append(rounded(lowest))
         high.append(rounded(highest))
-    means = [[None if np.isnan(mean) else mean for mean in row] for row in _bin_means(values, bins).tolist()]
+    means = [[None if np.isnan(mean) else mean for mean in row] for row in _means_by_difficulty(values, bins).tolist()]
     return Binned([float(level) for level in levels], np.bincount(bins).tolist(), means, low, high)
 
 
-def _bin_means(values: NDArray[Any], bins: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[L, T] of [N, T] values."""
+def _means_by_difficulty(values: NDArray[Any], bins: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The means [L, T] of values [N, T] within each difficulty."""
     sums = np.stack([np.bincount(bins, weights=column) for column in values.T], axis=1)
     return sums / np.bincount(bins)[:, None]
 
 
 def exit_distribution(trajectory: Trajectory) -> Binned:
-    """The probability with which the model's own gate exits at each loop; at the last, all that is left."""
+    """The probability that the model's own gate exits at each loop, by difficulty; loop T takes the rest."""
     cdf = signal(gate_readout(trajectory), trajectory)[:, :-1]
     return by_difficulty(np.diff(cdf, axis=1, prepend=0.0, append=1.0), trajectory)
 
 
 def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
-    """Does the signal order the examples by their difficulty? None where it is constant, or with one bin only."""
+    """Correlate a signal with difficulty; None for a constant signal, or for a single difficulty."""
     assert trajectory.difficulty is not None
     sign = -1.0 if name in _HARDER_IS_LOWER else 1.0
     values = signal(name, trajectory)
     levels, bins = difficulty_bins(trajectory)
-    means = _bin_means(values, bins)
+    means = _means_by_difficulty(values, bins)
     loops = [loop for loop in range(trajectory.num_loops) if not np.isnan(values[:, loop]).any()]
     if any(np.ptp(values[:, loop]) == 0 for loop in loops):
         return Ordering(None, None)
     harder = rankdata(trajectory.difficulty)
     return Ordering(
-        _mean_correlation([(rankdata(levels), rankdata(means[:, loop])) for loop in loops], sign),
-        _mean_correlation([(harder, rankdata(values[:, loop])) for loop in loops], sign),
+        _difficulty_correlation([(rankdata(levels), rankdata(means[:, loop])) for loop in loops], sign),
+        _difficulty_correlation([(harder, rankdata(values[:, loop])) for loop in loops], sign),
     )
 
 
-def _mean_correlation(ranks: list[tuple[NDArray[Any], NDArray[Any]]], sign: float) -> float | None:
-    """The rank correlation, averaged over loops; None where one of the two is constant."""
+def _difficulty_correlation(ranks: list[tuple[NDArray[Any], NDArray[Any]]], sign: float) -> float | None:
+    """The rank correlation of signal and difficulty, averaged over loops; None if either is constant."""
     if not ranks or any(np.ptp(a) == 0 or np.ptp(b) == 0 for a, b in ranks):
         return None
     return float(np.mean([sign * np.corrcoef(np.column_stack(pair), rowvar=False)[1, 0] for pair in ranks]))

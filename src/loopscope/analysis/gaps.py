@@ -26,15 +26,12 @@ from loopscope.analysis.bootstrap import (
 )
 from loopscope.analysis.targets import Target, TargetLevel, chance, target_level
 from loopscope.errors import UserError
-from loopscope.frontier import curve, replay
+from loopscope.frontier import curve, swept_exits
 from loopscope.leaks import check_calibration
-from loopscope.learned.attach import Fitted, attach
-from loopscope.learned.stopper import STOPPER_KINDS
-from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
-from loopscope.readouts.replay import gate_readout, has_signal
-from loopscope.readouts.signals import STOPPER, Signal, is_gate, own_gate
-from loopscope.threshold_grids import available_readouts, fine_grid
+from loopscope.readouts.replay import available_readouts, gate_readout, has_signal
+from loopscope.readouts.signals import STOPPER, is_gate, own_gate
+from loopscope.threshold_grids import fine_grid
 from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]
@@ -43,12 +40,12 @@ MIN_PRINTED = 0.005
 EQUIVALENCE_MARGIN = 0.05
 """Loops: two ways to exit whose interval lies within it are as good as each other; another seed changes more."""
 ACCURACY_MARGIN = 0.01
-"""A model whose best loop is so much less accurate than another's is not as good, however few loops it takes."""
+"""A model whose best loop is this much less accurate than another's cannot be its reference."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A difference in average loops; positive means that the first is the slower one."""
+    """The difference in average loops between two ways to exit; positive if the first takes more loops."""
 
     first: str
     second: str
@@ -101,7 +98,7 @@ class Gap:
 
 
 class Subject:
-    """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
+    """The model under diagnosis: frontiers whose thresholds validation data chose, bootstrapped on test data."""
 
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES) -> None:
         check_calibration(validation, test)
@@ -137,13 +134,13 @@ class Subject:
         Of single signals, unless others are named: learned stoppers have a gap of their own.
         """
         names = among or self.readouts
-        depths = {name: _depth(self._validation[name], accuracy) for name in names}
+        depths = {name: _depth_on_curve(self._validation[name], accuracy) for name in names}
         if min(depths.values()) < np.inf:
             return min(depths, key=depths.__getitem__)
         return max(names, key=lambda name: float(self._validation[name][0].max()))
 
     def readouts_shared_with(self, other: "Subject") -> list[str]:
-        """Those that read both trajectories alike; a gate, which was fitted to one of them, does not."""
+        """The readouts that both models have, without gates, which are fitted to one trajectory."""
         both = [name for name in self.readouts if name in other.readouts]
         return [name for name in both if not is_gate(name)]
 
@@ -166,32 +163,17 @@ class Subject:
         """[N] where the test examples exit at the threshold of D@X."""
         curves = self.curves(readout)
         threshold = self._grids[readout][curves.cheapest(accuracy)]
-        return replay(readout, [threshold], self.test)[:, 0]
+        return swept_exits(readout, [threshold], self.test)[:, 0]
 
     def exit_by_labels(self, accuracy: float) -> tuple[str, Sums]:
         """Exit as the cheapest rule that knows the labels."""
         return "labels known", self._label_aware.depth_at(accuracy)
 
 
-def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory, Trajectory]:
-    """Both recordings with the signals of one stopper of each kind, learned from all recorded signals.
-
-    On validation data their signals are cross-fitted, so that thresholds and the choice of a readout can come from
-    there, as for every other readout. The recordings stay as they are where none can be learned.
-    """
-    names = stopper_signals(validation, test)
-    if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
-        return validation, test
-    learned, stoppers = dict[str, Signal](), dict[str, Fitted]()
-    for kind in STOPPER_KINDS:
-        stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
-    return validation.with_signals(learned, validation.provenance), attach(test, stoppers)
-
-
 def depth_gap(
     target: Target, first: tuple[Subject, Sequence[str]], second: tuple[Subject, Sequence[str]]
 ) -> Gap | None:
-    """D@X of one model by the best of these readouts (without any: by all single signals) minus that of another.
+    """D@X of one model by the best of its readouts (default: all single signals), minus D@X of another model.
 
     At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach; resampled
     together. Where few test examples exit elsewhere, the interval is widened.
@@ -208,11 +190,11 @@ def depth_gap(
 
 
 def gap_between(target: float, first: Way, second: Way, test: Trajectory, floor: float) -> Gap | None:
-    """The gap at the highest accuracy, from the target down to `floor`, that both reach in nearly every resample."""
+    """The gap at the highest accuracy, from the target down to `floor`, that nearly every resample of both reaches."""
     at_target: tuple[float, float] | None = None
-    for accuracy in _accuracies(target, floor):
+    for accuracy in _accuracies_to_compare(target, floor):
         (first_name, a), (second_name, b) = first(accuracy), second(accuracy)
-        at_target = at_target or (_share(a), _share(b))
+        at_target = at_target or (_share_reached(a), _share_reached(b))
         size = min(len(a), len(b))
         difference = a[:size] - b[:size]
         bounds = interval(difference)
@@ -224,16 +206,18 @@ def gap_between(target: float, first: Way, second: Way, test: Trajectory, floor:
     return None
 
 
-def _share(depths: Sums) -> float:
-    """The share of resamples that have a depth."""
+def _share_reached(depths: Sums) -> float:
+    """The share of resamples that reach an accuracy, so that they have a depth."""
     return float(np.mean(~np.isnan(depths[1:])))
 
 
-def _accuracies(target: float, floor: float) -> Iterator[float]:
+def _accuracies_to_compare(target: float, floor: float) -> Iterator[float]:
+    """The accuracies at which a gap may be measured: the target, then whole percents down to the floor."""
     below = (whole / 100 for whole in range(int(np.ceil(100 * target)) - 1, 0, -1))
     yield from takewhile(lambda accuracy: accuracy > floor, (target, *below))
 
 
-def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
+def _depth_on_curve(points: tuple[Sums, Sums], accuracy: float) -> float:
+    """D@X on a curve: the fewest average loops at which it reaches the accuracy; infinite if it never does."""
     reached = points[1][points[0] >= accuracy - 1e-9]
     return float(reached.min()) if len(reached) else np.inf

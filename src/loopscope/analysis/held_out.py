@@ -22,7 +22,7 @@ _OTHER_MIX = 0.001
 
 @dataclass(frozen=True)
 class Risk:
-    """What was lost against full depth, in all or at one difficulty."""
+    """The loss against full depth on held-out examples, over all of them or at one difficulty."""
 
     difficulty: float | None
     units: int
@@ -34,6 +34,8 @@ class Risk:
 
 @dataclass(frozen=True)
 class GuaranteeCheck:
+    """Whether held-out examples kept a guarantee: the risks, the verdict and its sentence."""
+
     verdict: Verdict
     sentence: str
     risks: list[Risk]
@@ -41,7 +43,7 @@ class GuaranteeCheck:
 
     @property
     def worst(self) -> Risk | None:
-        """The largest loss of those that decide the verdict."""
+        """The largest loss among the groups that decide the verdict."""
         deciding = [risk for risk in self.risks if risk.verdict == self.verdict]
         return max(deciding, key=lambda risk: risk.loss, default=None)
 
@@ -147,6 +149,7 @@ def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
 
 
 def _check_guarantee(guarantee: Guarantee, trajectory: Recorded, outcome: Outcome) -> GuaranteeCheck:
+    """Measure the risk that a guarantee limits on held-out examples, and give the verdict."""
     lost = outcome.lost(guarantee.loss)
     parts = risk_groups(trajectory, guarantee.per_difficulty)
     guaranteed = {each.difficulty for each in guarantee.evidence}
@@ -157,15 +160,16 @@ def _check_guarantee(guarantee: Guarantee, trajectory: Recorded, outcome: Outcom
         total = float(part.means(lost).sum())
         low, high = risk_interval(total, part.units, part.binary, level)
         loss = total / part.units
-        risks.append(Risk(part.difficulty, part.units, loss, low, high, _verdict(guarantee, loss, low)))
+        risks.append(Risk(part.difficulty, part.units, loss, low, high, _guarantee_verdict(guarantee, loss, low)))
     order: tuple[Verdict, ...] = ("broken", "not refuted", "kept")
     found = {risk.verdict for risk in risks} or {"not refuted"}
     verdict = next(each for each in order if each in found)
-    check = GuaranteeCheck(verdict, "", risks, _warnings(guarantee, trajectory))
-    return replace(check, sentence=_sentence(guarantee, check))
+    check = GuaranteeCheck(verdict, "", risks, _held_out_warnings(guarantee, trajectory))
+    return replace(check, sentence=_guarantee_sentence(guarantee, check))
 
 
-def _verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
+def _guarantee_verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
+    """Whether the held-out loss keeps the guarantee, breaks it, or leaves it open."""
     if loss <= guarantee.max_drop:
         return "kept"
     return "broken" if low > guarantee.max_drop and guarantee.confidence is not None else "not refuted"
@@ -174,7 +178,8 @@ def _verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
 _LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ from full depth"}
 
 
-def _sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
+def _guarantee_sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
+    """The sentence that says whether held-out examples kept the guarantee."""
     worst = check.worst
     if worst is None:
         return "Not refuted: none of the difficulties of the guarantee is here."
@@ -193,7 +198,8 @@ def _sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
     return f"{check.verdict.capitalize()}: {found} {lost}; {guaranteed}.{why}"
 
 
-def _warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:
+def _held_out_warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:
+    """Warn if held-out examples differ from the calibration data, as in their mix of difficulties."""
     found = []
     ours, theirs = guarantee.tested.difficulty, difficulty_counts(trajectory)
     if ours and theirs and not guarantee.per_difficulty:

@@ -1,4 +1,4 @@
-"""From the recordings of some models to everything that a report says, as data."""
+"""What does a report say about a model? Everything, as data, from the model's recordings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loopscope.analysis import schema
+from loopscope.analysis.benchmark_results import benchmark_result
 from loopscope.analysis.bootstrap import interval, intervals, resampled_means
 from loopscope.analysis.comparison import Paired, Side, exits_of, paired
-from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, learned_subject, rooms
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, rooms, subject_with_stoppers
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
 from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.held_out import check_policy
@@ -34,20 +34,16 @@ from loopscope.learned.attach import Fitted, attach, by_readout
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.readouts.signals import FITTED, STOPPER, own_gate, own_name
 from loopscope.recording_paths import find_recordings, recorded_name
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
-
-METRICS = ("acc", "acc_norm")
 
 
 @dataclass(frozen=True)
 class ModelRecordings:
-    """The recordings of a model, and what was fitted to it."""
+    """The recordings of one model for a report, with its fitted gates and its policies."""
 
     name: str
     validation: Trajectory
@@ -61,27 +57,27 @@ class ModelRecordings:
 
     @property
     def all_gates(self) -> dict[str, Fitted]:
-        """What was fitted to it, that of its policies among them."""
+        """The model's fitted gates and stoppers, with those of its policies."""
         own = {own_name(policy.readout): policy.gate for policy in self.policies if policy.gate is not None}
         return {**own, **self.gates}
 
     @cached_property
     def measure(self) -> Subject:
-        """As the reference of others, for which stoppers do not matter."""
+        """The model as a reference for others, without learned stoppers."""
         return Subject(self.validation, self.test)
 
     def subject_at(self, target: float | Target | None) -> Subject:
-        return learned_subject(self.validation, self.test, target)
+        return subject_with_stoppers(self.validation, self.test, target)
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
-    """The recordings `validation` and `test` of a run, which may be given by its folder or by theirs."""
+    """Read the recordings `validation` and `test` of a run, given by its folder or by its recordings folder."""
     folder = find_recordings(run)
     return load_recordings(recorded_name(folder), folder / "validation", folder / "test", unseen_only)
 
 
 def load_recordings(name: str, validation: Path, test: Path, unseen_only: bool) -> ModelRecordings:
-    """The recordings in these folders, or only those of their examples that training did not have."""
+    """Load a model's recordings from two folders, or only their examples that training did not have."""
     whole = {folder: Trajectory.load(folder) for folder in (validation, test)}
     counted = dict(whole)
     for folder in whole if unseen_only else ():
@@ -99,7 +95,7 @@ def analyse_models(
     progress: ProgressCallback = silent,
     transferred: bool = False,
 ) -> tuple[schema.Results, list[ThresholdDetails]]:
-    """Analyses every model, the others against the reference; without targets at 1 point below full depth.
+    """Analyse every model for a report, the others against the reference.
 
     `transferred`: whether the rules of every model are replayed on all of them, too.
     """
@@ -125,7 +121,7 @@ def analyse_models(
 def analyse_model(
     source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float | Target] | None = None
 ) -> tuple[schema.ModelResult, ThresholdDetails]:
-    """Everything that is said of one model, some of it against a reference (which it may be itself).
+    """Analyse one model for a report, partly against a reference (which may be the model itself).
 
     And what its page can look up beside it.
     """
@@ -147,7 +143,7 @@ def analyse_model(
         )
         for policy in source.policies
     ]
-    signals = _signals(test)
+    signals = _signals_to_order(test)
     entropy = test.logits is not None or test.label_log_probs is not None
     readouts = available_readouts(validation, evaluation)
     details = [
@@ -160,7 +156,7 @@ def analyse_model(
     result = schema.ModelResult(
         name=source.name,
         label=model_label(provenance, source.name),
-        group=_group(provenance, source.name),
+        group=_seed_group_key(provenance, source.name),
         is_reference=reference is source,
         unseen_only=source.unseen_only,
         provenance=provenance,
@@ -181,12 +177,12 @@ def analyse_model(
         frontiers=[frontier_result(each, levels, evaluation) for each in details],
         paper_grid=schema.PaperGrid(
             [frontier_result(whole_frontier(each, evaluation), levels, evaluation) for each in paper.values()],
-            _paired(paper, source, evaluation, reference, "paper"),
+            _paired_with_own_gate(paper, source, evaluation, reference, "paper"),
         ),
         diagnosis=diagnosis,
-        rooms=_rooms(subject, diagnosis, levels),
-        paired=_paired(frontiers, source, evaluation, reference, "fine"),
-        fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, sought[0]),
+        rooms=_rooms_by_target(subject, diagnosis, levels),
+        paired=_paired_with_own_gate(frontiers, source, evaluation, reference, "fine"),
+        fitted_gaps=_fitted_gate_gaps(validation, evaluation, source.gates, sought[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
         certified=certified,
         refused=list(source.refused),
@@ -196,7 +192,8 @@ def analyse_model(
     return result, threshold_details(details, certified, evaluation, sought)
 
 
-def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:
+def _rooms_by_target(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:
+    """The room left at every target of a report; the diagnosis already has it at its own target."""
     if diagnosis.verdict == NO_VERDICT:
         return {}
     first, *others = levels
@@ -207,7 +204,7 @@ def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]
 def frontier_result(
     detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory
 ) -> schema.FrontierResult:
-    """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
+    """A frontier for `results.json`: points to draw, and depths from every threshold of its grid."""
     frontier, point = detail.frontier, detail.frontier.select()
     drawn = detail.resampled.at(detail.on_grid)
     low, high, _ = intervals(drawn.accuracy)
@@ -234,14 +231,14 @@ def frontier_result(
     )
 
 
-def _paired(
+def _paired_with_own_gate(
     frontiers: dict[str, Frontier],
     source: ModelRecordings,
     evaluation: Trajectory,
     reference: ModelRecordings | None,
     grid: Grid,
 ) -> list[Paired]:
-    """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
+    """Compare the model's own gate with the most accurate readout without a gate, and with the reference's margin."""
     own = own_gate(frontiers)
     if own is None:
         return []
@@ -262,9 +259,10 @@ def _paired(
     return found
 
 
-def _fitted_gaps(
+def _fitted_gate_gaps(
     validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, Fitted], target: Target
 ) -> list[Gap]:
+    """The gaps in depth between each gate that was fitted to the model and the model's own gate or margin."""
     if not gates:
         return []
     subject = Subject(validation, evaluation)
@@ -274,71 +272,25 @@ def _fitted_gaps(
 
 
 def _extrapolation(recording: Trajectory) -> schema.Extrapolation:
+    """Analyse a recording of examples that are harder than those of training."""
     return schema.Extrapolation(
         recording.num_examples,
         by_difficulty(recording.correct, recording),
-        {name: by_difficulty(signal(name, recording), recording) for name in _signals(recording)},
+        {name: by_difficulty(signal(name, recording), recording) for name in _signals_to_order(recording)},
     )
 
 
-def _signals(recording: Trajectory) -> list[str]:
-    """Those of the model itself, without its fitted gates."""
+def _signals_to_order(recording: Trajectory) -> list[str]:
+    """The recorded signals that a report orders by difficulty, without those of fitted gates."""
     names = available_readouts(recording)
     return [name for name in names if has_threshold(name) and not name.startswith(FITTED)]
 
 
-def _group(provenance: dict[str, Any], name: str) -> str:
+def _seed_group_key(provenance: dict[str, Any], name: str) -> str:
+    """The key that models share if only their seed differs, from the settings of their run."""
     if recorded_run(provenance) is None:
         return name
     run = provenance["run"]
     training = {key: value for key, value in run["training"].items() if key != "seed"}
     depth = {"depth": words} if (words := depth_words(provenance)) else {}
     return digest({**run, "training": training, **depth})[:16]
-
-
-def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | None:
-    """What a recording of a benchmark says beside; None where the examples are not a benchmark's questions.
-
-    Its logits are the metric's own scores: log-likelihoods for `acc`, the same divided by the characters of each choice
-    for `acc_norm`. With the characters the other metric is known too.
-    """
-    benchmark = test.provenance.get("benchmark")
-    if not isinstance(benchmark, str):
-        return None
-    known, model = BENCHMARKS.get(benchmark), test.provenance.get("model")
-    return schema.BenchmarkResult(
-        model=model if isinstance(model, str) else name,
-        name=benchmark,
-        title=known.title if known else benchmark,
-        metric=test.provenance.get("metric", METRICS[0]),
-        accuracy=metric_accuracies(test),
-        subjects=[
-            schema.SubjectResult(subject, int(rows.sum()), test.correct[rows].mean(axis=0).tolist())
-            for subject, rows in by_subject(test).items()
-        ],
-    )
-
-
-def metric_accuracies(recording: Trajectory) -> dict[str, list[float]]:
-    """The accuracy of every loop, by both metrics where both can be told."""
-    scored = recording.provenance.get("metric")
-    scored = scored if scored in METRICS else METRICS[0]
-    right = {scored: recording.correct}
-    if recording.norms is not None and recording.logits is not None:
-        (other,) = (metric for metric in METRICS if metric != scored)
-        norms = np.maximum(recording.norms, 1)[:, None, :].astype(np.float64)
-        scores = recording.logits / norms if scored == "acc" else recording.logits * norms
-        right[other] = scores.argmax(axis=-1) == recording.required_labels[:, None]
-    return {metric: right[metric].mean(axis=0).tolist() for metric in METRICS if metric in right}
-
-
-def by_subject(recording: Trajectory) -> dict[str, NDArray[Any]]:
-    """[N] which questions are of each subject, by name; nothing where questions have none.
-
-    The key of a question, with which its text begins, may name a subject: `mmlu/anatomy/3`.
-    """
-    keys = [text.split(maxsplit=1)[0].split("/") for text in recording.examples or () if text.strip()]
-    if len(keys) != recording.num_examples or any(len(key) != 3 for key in keys):
-        return {}
-    subjects = np.array([key[1] for key in keys])
-    return {str(subject): subjects == subject for subject in np.unique(subjects)}

@@ -20,11 +20,15 @@ from loopscope.config import digest, plain
 _LONGEST_LABEL = 100
 
 
-class _Task(msgspec.Struct):
+class _RecordedTask(msgspec.Struct):
+    """The task in a run's settings, as a label needs it."""
+
     name: str
 
 
-class _Model(msgspec.Struct):
+class _RecordedModel(msgspec.Struct):
+    """The model in a run's settings, as a label needs it."""
+
     gate: str
     name: str = ""  # of a class of the user's
     options: dict[str, Any] = {}
@@ -33,7 +37,9 @@ class _Model(msgspec.Struct):
     loop_norm: bool = False
 
 
-class _Objective(msgspec.Struct):
+class _RecordedObjective(msgspec.Struct):
+    """The training objective in a run's settings, as a label needs it."""
+
     name: str
     prior: str | list[float] = ""
     geometric_lambda: float = 0.0
@@ -44,17 +50,19 @@ class _Objective(msgspec.Struct):
     gate_gradient: float = 1.0
 
 
-class _Training(msgspec.Struct):
+class _RecordedTraining(msgspec.Struct):
+    """The training in a run's settings, as a label needs it."""
+
     seed: int
 
 
 class _RecordedRun(msgspec.Struct):
-    """What a report reads of the settings of a run."""
+    """The settings of the run that made a recording, as far as labels of a report need them."""
 
-    task: _Task
-    model: _Model
-    objective: _Objective
-    training: _Training
+    task: _RecordedTask
+    model: _RecordedModel
+    objective: _RecordedObjective
+    training: _RecordedTraining
 
 
 def assemble_results(
@@ -63,7 +71,7 @@ def assemble_results(
     latency: Sequence[schema.Latency] = (),
     transfer: Sequence[TransferResult] = (),
 ) -> schema.Results:
-    """The results of several models together, under labels that tell them apart."""
+    """Put the results of several models together, under labels that tell the models apart."""
     labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
     groups, version = group_models(models, targets), loopscope_version()
@@ -71,7 +79,7 @@ def assemble_results(
 
 
 def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:
-    """Runs that differ in their seed only, together."""
+    """Group the runs that differ only in their seed."""
     groups: dict[str, list[schema.ModelResult]] = {}
     for model in models:
         groups.setdefault(model.group, []).append(model)
@@ -81,7 +89,7 @@ def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) ->
 
 
 def _group_result(members: list[schema.ModelResult], label: str, targets: Sequence[Target]) -> schema.GroupResult:
-    """Every summary is over all members; one that lacks a readout or a signal counts as not reaching it."""
+    """Summarise the members of a group over seeds; a member without the readout counts as not reaching the target."""
     frontiers = [{frontier.readout: frontier for frontier in model.frontiers} for model in members]
     readouts = list(dict.fromkeys(name for known in frontiers for name in known))
 
@@ -107,7 +115,7 @@ def _group_result(members: list[schema.ModelResult], label: str, targets: Sequen
 
 
 def over_seeds(values: Sequence[float | None]) -> schema.OverSeeds:
-    """Summarises one value a seed; None is a seed that does not reach it."""
+    """Summarise one value per seed; None stands for a seed that does not reach the target."""
     reached = [value for value in values if value is not None]
     return schema.OverSeeds(
         mean=float(np.mean(reached)) if reached else None,
@@ -118,7 +126,7 @@ def over_seeds(values: Sequence[float | None]) -> schema.OverSeeds:
 
 
 def _run_labels(models: list[schema.ModelResult]) -> list[str]:
-    """A label says the task where there are several, the seed where there are several, and else the folder's name."""
+    """The label of every run: task and seed if there are several of them, else the folder's name."""
     runs = [recorded_run(model.provenance) for model in models]
     members = Counter(model.group for model in models)
     labels = _group_labels(models)
@@ -129,36 +137,37 @@ def _run_labels(models: list[schema.ModelResult]) -> list[str]:
 
 
 def _tell_apart(labels: list[str], models: list[schema.ModelResult]) -> list[str]:
-    """The labels, with the folder's name where two are the same."""
+    """Add the folder's name to labels that occur twice."""
     shared = Counter(labels)
     return [
-        _tidy(f"{label} [{model.name}]") if shared[label] > 1 else label
+        _tidy_label(f"{label} [{model.name}]") if shared[label] > 1 else label
         for label, model in zip(labels, models, strict=True)
     ]
 
 
 def _group_labels(models: list[schema.ModelResult]) -> list[str]:
+    """The label of every group of seeds, without the seed."""
     tasks = [run["task"]["name"] if (run := recorded_run(model.provenance)) else "" for model in models]
     labels = []
     for model, task in zip(models, tasks, strict=True):
         benchmark = model.benchmark
         label = model_label(model.provenance, model.name)
         if benchmark is not None:
-            label = _tidy(f"{benchmark.model}, {benchmark.title}")
-        labels.append(_tidy(f"{task}: {label}") if task and len(set(tasks)) > 1 else label)
+            label = _tidy_label(f"{benchmark.model}, {benchmark.title}")
+        labels.append(_tidy_label(f"{task}: {label}") if task and len(set(tasks)) > 1 else label)
     return labels
 
 
 def model_label(provenance: dict[str, Any], name: str) -> str:
-    """A model in the paper's words, from the settings that it was trained with."""
+    """The label of a model in the paper's words, from the settings of its training."""
     run = recorded_run(provenance)
     if run is None:
-        return _tidy(name)
-    return _tidy(", ".join([_training_words(run), *architecture_words(run["model"]), *depth_words(provenance)]))
+        return _tidy_label(name)
+    return _tidy_label(", ".join([_training_words(run), *architecture_words(run["model"]), *depth_words(provenance)]))
 
 
 def architecture_words(model: dict[str, Any]) -> list[str]:
-    """What tells the model of some settings from the paper's looped Transformer: its options, or its own class."""
+    """The words of a label that tell an architecture from the paper's looped Transformer."""
     words = [model["name"]] if model.get("name") else []
     words += [f"{key} {value}" for key, value in model.get("options", {}).items()]
     words += ["injection"] if model.get("injection") else []
@@ -167,49 +176,50 @@ def architecture_words(model: dict[str, Any]) -> list[str]:
 
 
 def depth_words(provenance: dict[str, Any]) -> list[str]:
-    """The loops of a recording that has others than its model was trained with."""
+    """The words of a label for a recording with other loops than its model was trained with."""
     trained = provenance.get("trained_loops")
     return [] if trained is None else [f"{provenance.get('loops')} loops (trained with {trained})"]
 
 
 def _training_words(run: dict[str, Any]) -> str:
+    """The words of a label for the objective, gate, beta and depth prior of training."""
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"
     gate_words = f"{'linear' if gate == 'linear' else 'MLP'} gate"
     if ":" in objective["name"]:  # a function of the user's
         options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
-        return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
+        return _tidy_label(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
     if objective["name"] == "act":
         return f"{gate_words} by ACT, ponder cost {objective['beta']:g}"
     prior = _prior_words(objective)
     if objective["name"] == "random_depth":
-        return _tidy(f"random depth, {prior}") + (f", truncated {k}" if (k := objective.get("truncated")) else "")
+        return _tidy_label(f"random depth, {prior}") + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
-        return _tidy(f"fixed prior, {prior}")
+        return _tidy_label(f"fixed prior, {prior}")
     if objective["name"] == "decoupled_gate":
         gate_words = f"decoupled {gate_words}"
     elif objective["name"] == "gate_channels":
         gate_words += f" (weight {objective['gate_weight']:g}, gradient {objective['gate_gradient']:g})"
-    return _tidy(f"{gate_words}, {prior}, β {objective['beta']:g}")
+    return _tidy_label(f"{gate_words}, {prior}, β {objective['beta']:g}")
 
 
 def _prior_words(objective: dict[str, Any]) -> str:
-    """A depth prior: by its name, its weights, or the user's function."""
+    """The words of a label for a depth prior: its name, its weights, or a custom function."""
     prior = objective["prior"]
     if isinstance(prior, list):
         return f"weights {' '.join(f'{weight:g}' for weight in prior)}"
     return f"geometric {objective['geometric_lambda']:g}" if prior == "geometric" else prior
 
 
-def _tidy(text: str) -> str:
-    """As a figure can show it: without control characters, and not endless."""
+def _tidy_label(text: str) -> str:
+    """Shorten a label and remove its control characters, so that a figure can show it."""
     shown = "".join(letter for letter in text if letter.isprintable())
     return shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 9]}…{digest(text)[:8]}"
 
 
 def recorded_run(provenance: dict[str, Any]) -> dict[str, Any] | None:
-    """What a report reads of the settings of the run that made a recording, if it was one of ours."""
+    """The settings of the run that made a recording, as labels need them; None for other recordings."""
     try:
         found: dict[str, Any] = plain(msgspec.convert(provenance.get("run"), _RecordedRun))
     except msgspec.ValidationError:

@@ -18,13 +18,15 @@ from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.targets import Target, TargetLevel
 from loopscope.analysis.transfer import TransferResult
 from loopscope.policy import Guarantee
-from loopscope.scope import Unit, counted, unit_of
+from loopscope.scope import Unit, example_count_text, unit_of
 
 RESULTS_SCHEMA = 8
 _DIGITS = 5
 
 
 class Binned(msgspec.Struct, frozen=True):
+    """Values by difficulty and loop, with their intervals."""
+
     levels: list[float]
     counts: list[int]
     values: list[list[float | None]]  # [levels][loops]; null where there is no value
@@ -34,14 +36,14 @@ class Binned(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Ordering:
-    """Signed rank correlation with difficulty, averaged over loops: 1 means that harder always looks harder."""
+    """The rank correlation of a signal with difficulty, averaged over loops: 1 if harder always looks harder."""
 
     bin_mean: float | None  # between difficulty and the bin means, as in the paper
     per_example: float | None  # between difficulty and the signal of single examples
 
 
 class Selected(msgspec.Struct, frozen=True):
-    """The operating point that validation chose."""
+    """The operating point of a readout that validation chose, in `results.json`."""
 
     threshold: float | None
     accuracy: float
@@ -53,12 +55,12 @@ class Selected(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """By which validation prefers one point to another: the most accurate first, ties to fewer loops."""
+        """The order in which validation prefers operating points: the most accurate first, ties to fewer loops."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
 class FrontierResult(msgspec.Struct, frozen=True):
-    """A readout's curve, some of its points for drawing; depths and the selected point are of all of its grid."""
+    """The frontier of a readout in `results.json`: points for drawing, D@X and the selected point."""
 
     readout: str
     thresholds: list[float]
@@ -73,14 +75,14 @@ class FrontierResult(msgspec.Struct, frozen=True):
 
 
 class PaperGrid(msgspec.Struct, frozen=True):
-    """What stands beside the paper's numbers: the same on its grid of thresholds."""
+    """The frontiers on the paper's grid of thresholds in `results.json`, beside the paper's numbers."""
 
     frontiers: list[FrontierResult]
     paired: list[Paired]
 
 
 class Extrapolation(msgspec.Struct, frozen=True):
-    """Examples harder than those of training."""
+    """The results on examples that are harder than those of training, in `results.json`."""
 
     examples: int
     forced_accuracy_by_difficulty: Binned
@@ -88,7 +90,7 @@ class Extrapolation(msgspec.Struct, frozen=True):
 
 
 class Certified(msgspec.Struct, frozen=True):
-    """A calibrated policy, and how it did on test data."""
+    """A calibrated policy in `results.json`, with its check on test data."""
 
     readout: str
     threshold: float | None
@@ -96,15 +98,15 @@ class Certified(msgspec.Struct, frozen=True):
     held_out: HeldOut
 
     def counted_on(self, unit: Unit) -> str:
-        """On which test examples it was tried: those that its guarantee is about."""
+        """The test examples that the guarantee was checked on, in words."""
         guarantee, held = self.guarantee, self.held_out
         once = ", every input once" if guarantee is not None and guarantee.distinct else ""
         once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
-        return counted("test", held.examples, held.sequences, unit) + once
+        return example_count_text("test", held.examples, held.sequences, unit) + once
 
 
 class SubjectResult(msgspec.Struct, frozen=True):
-    """The questions of a benchmark that are of one subject."""
+    """The questions of one subject of a benchmark in `results.json`."""
 
     name: str
     questions: int
@@ -112,7 +114,7 @@ class SubjectResult(msgspec.Struct, frozen=True):
 
 
 class BenchmarkResult(msgspec.Struct, frozen=True):
-    """Which checkpoint answered which benchmark, and what else its answers say."""
+    """The checkpoint and the benchmark of a model in `results.json`, with accuracy by metric and subject."""
 
     model: str
     name: str
@@ -123,6 +125,8 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
 
 
 class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that a report says about one model."""
+
     name: str
     label: str
     group: str  # the same for runs that differ in their seed only
@@ -153,13 +157,13 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def unit(self) -> Unit:
-        """What one decision is about."""
+        """The unit of the model's decisions: questions, tokens or answers."""
         return unit_of(self.provenance, self.sequences is not None)
 
     @property
     def tested(self) -> str:
-        """How many test examples there are, and of what."""
-        return counted("test", self.test_examples, self.sequences, self.unit)
+        """The number of test examples, in words."""
+        return example_count_text("test", self.test_examples, self.sequences, self.unit)
 
     @property
     def verdict(self) -> str:
@@ -173,13 +177,15 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)
 
     def best(self, readouts: Iterable[str]) -> FrontierResult | None:
-        """Of these readouts the one that validation prefers."""
+        """The readout that validation prefers among these."""
         found = [frontier for name in readouts if (frontier := self.frontier(name)) is not None]
         return min(found, key=lambda frontier: frontier.selected.rank, default=None)
 
 
 @dataclass(frozen=True)
 class OverSeeds:
+    """A number over seeds: mean, deviation, and how many seeds have it."""
+
     mean: float | None  # None where no seed has a value
     deviation: float | None  # sample standard deviation; None with fewer than two values
     reached: int
@@ -193,7 +199,7 @@ class OverSeeds:
 
 
 class GroupResult(msgspec.Struct, frozen=True):
-    """Runs that differ in their seed only, together."""
+    """The runs that differ only in their seed in `results.json`, summarised over seeds."""
 
     label: str
     names: list[str]
@@ -204,7 +210,7 @@ class GroupResult(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Over the rounds."""
+    """The median of a measurement over rounds, with its quartiles, in `results.json`."""
 
     median: float
     lower_quartile: float
@@ -213,12 +219,12 @@ class Spread(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """With its quartiles; of a single round there are none."""
         if self.lower_quartile == self.upper_quartile:
-            return _short(self.median)
-        return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
+            return _five_digits(self.median)
+        return f"{_five_digits(self.median)} [{_five_digits(self.lower_quartile)}, {_five_digits(self.upper_quartile)}]"
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What the machine could do while this was measured."""
+    """The speed of the machine during a measurement, in `results.json`."""
 
     threads: int
     rounds: int
@@ -230,7 +236,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class PolicyLatency(msgspec.Struct, frozen=True):
-    """One policy on the questions or examples that were timed. Ratios are taken within a round."""
+    """The time of one policy in `results.json`; ratios are taken within a round."""
 
     readout: str
     threshold: float | None
@@ -242,7 +248,7 @@ class PolicyLatency(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """A checkpoint on a benchmark, or a run on its task, timed; the others are compared with the first policy."""
+    """The times of a checkpoint on a benchmark, or of a run on its task, in `results.json`."""
 
     model: str
     benchmark: str | None  # None: the task of the run of this name
@@ -253,12 +259,14 @@ class Latency(msgspec.Struct, frozen=True):
     overhead: float = 0.0  # layers before the loops and before the head, by those of a loop
 
     def realised(self, policy: PolicyLatency) -> float:
-        """Its speed-up as a share of what its loops allow: 1 means that every saved loop was saved time."""
+        """The speed-up as a share of the ideal one for its loops: 1 means that every saved loop was saved time."""
         ideal = (self.num_loops + self.overhead) / (policy.average_loops + self.overhead)
         return policy.speedup.median / ideal
 
 
 class Results(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that a report says, as `results.json` holds it."""
+
     schema_version: int
     loopscope: str
     targets: list[Target]
@@ -275,7 +283,7 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def rounded(values: Any) -> Any:
-    """To five significant digits, whatever the shape; null where there is no number. Whole numbers stay."""
+    """Round the numbers of `results.json` to five significant digits, in any nesting; NaN becomes null."""
     if isinstance(values, int):
         return values
     if isinstance(values, float | None):
@@ -283,5 +291,6 @@ def rounded(values: Any) -> Any:
     return [rounded(value) for value in values]
 
 
-def _short(value: float) -> str:
+def _five_digits(value: float) -> str:
+    """Round one number to five significant digits."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

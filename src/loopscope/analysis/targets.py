@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import binom
 
+from loopscope.analysis.formatting import percent_text
 from loopscope.certify.cautions import SIGNIFICANCE, beats_guessing, guess_accuracy
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
@@ -58,7 +59,7 @@ class Target:
     @property
     def key(self) -> str:
         """Return the target's name in results: `0.95` or `full-1`."""
-        return f"{self.accuracy:g}" if self.accuracy is not None else f"full-{_points(self.below_full_depth)}"
+        return f"{self.accuracy:g}" if self.accuracy is not None else f"full-{_points_text(self.below_full_depth)}"
 
     @property
     def label(self) -> str:
@@ -70,7 +71,7 @@ class Target:
         """Describe the accuracy in words."""
         if self.accuracy is not None:
             return f"{percent_text(self.accuracy)} accuracy"
-        points = _points(self.below_full_depth)
+        points = _points_text(self.below_full_depth)
         return (
             f"an accuracy {points} point{'s' * (points != '1')} below the model's own at full depth, which validation "
             "data fix"
@@ -81,20 +82,21 @@ WITHIN_A_POINT = Target(below_full_depth=0.01)
 
 
 def as_target(target: float | Target | None) -> Target:
-    """Without a target, one point below full depth."""
+    """The target of a diagnosis; without one, one point below full depth."""
     if target is None:
         return WITHIN_A_POINT
     return target if isinstance(target, Target) else Target(float(target))
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
+    """The targets of a report; without any, one point below full depth."""
     given = [targets] if isinstance(targets, Target | int | float) else list(() if targets is None else targets)
     return [as_target(target) for target in given] or [WITHIN_A_POINT]
 
 
 @dataclass(frozen=True)
 class TargetLevel:
-    """What a target is for one model."""
+    """The accuracy X that a target means for one model, and whether its test data reach X."""
 
     target: Target
     accuracy: float  # X
@@ -104,10 +106,10 @@ class TargetLevel:
 
     @property
     def words(self) -> str:
-        """What X is and where it comes from; nothing where it was given."""
+        """The accuracy X and its origin in words; empty for an absolute target."""
         if self.loop is None or self.target.below_full_depth is None:
             return ""
-        points = _points(self.target.below_full_depth)
+        points = _points_text(self.target.below_full_depth)
         below = f"{points} point{'s' * (points != '1')} below"
         loop, why = "full depth", ""
         if self.loop != self.full_depth:
@@ -127,6 +129,7 @@ class TargetLevel:
 
 
 def target_level(target: Target, validation: Trajectory, test: Trajectory) -> TargetLevel:
+    """Find the accuracy X that a target means for one model: by validation data, checked on test data."""
     if target.accuracy is not None:
         return TargetLevel(target, target.accuracy, None, test.num_loops, target.accuracy)
     assert target.below_full_depth is not None
@@ -138,30 +141,30 @@ def target_level(target: Target, validation: Trajectory, test: Trajectory) -> Ta
 
 
 def reference_loop(validation: Trajectory) -> int:
-    """The last loop, or the best one where the last is not above chance and that one is: validation data decide."""
+    """The loop that a relative target refers to: the last, unless only another loop is above chance on validation."""
     last, best = validation.num_loops, best_loop(validation)
     above_only = is_above_chance(validation, best, validation) and not is_above_chance(validation, last, validation)
     return best if above_only else last
 
 
 def best_loop(validation: Trajectory) -> int:
-    """The most accurate loop, ties to the deepest."""
+    """The most accurate loop of a recording, ties to the deepest."""
     accuracy = validation.correct.mean(axis=0)
     return int(np.flatnonzero(accuracy == accuracy.max())[-1]) + 1
 
 
 def chance(recording: Trajectory, validation: Trajectory) -> float:
-    """How often an answer that knows nothing is right here: by lot, or always the label commonest in validation."""
+    """The accuracy of guessing on a recording: by lot, or always the commonest label of validation data."""
     return guess_accuracy(recording.required_labels, validation.required_labels, recording.logits)
 
 
 def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) -> bool:
-    """Whether this loop is right more often than chance would have it."""
+    """Whether a loop is more accurate than guessing, by an exact binomial test."""
     return beats_guessing(recording.correct[:, loop - 1], chance(recording, validation))
 
 
 def harm_of_depth(validation: Trajectory) -> str:
-    """The sentence on a loop that beats the last one by more than noise; nothing where none does.
+    """The sentence about a loop that is clearly more accurate than the last one; empty if there is none.
 
     A one-sided exact test of the examples on which only one of the two is right, at 5 % over all loops that the best
     was chosen among.
@@ -177,10 +180,6 @@ def harm_of_depth(validation: Trajectory) -> str:
     return f"Loop {best} is {points:.1f} points better than full depth on validation data: depth harms it."
 
 
-def percent_text(share: float) -> str:
-    """As sentences and tables have it: `95 %`, `60.33 %`."""
-    return f"{round(100 * share, 2):g} %"
-
-
-def _points(share: float | None) -> str:
+def _points_text(share: float | None) -> str:
+    """The points by which a relative target lies below full depth, as text."""
     return f"{100 * (share or 0):g}"

@@ -1,4 +1,4 @@
-"""What does the page know of a model beside its results? Thresholds in detail, and single examples.
+"""What does the page show of a model beside `results.json`? Thresholds in detail, and single examples.
 
 D@X is read from the whole grid; of its thresholds about fifty are shown, with those that matter among them. All numbers
 are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails`
@@ -21,9 +21,8 @@ from loopscope.analysis.targets import Target
 from loopscope.frontier import Frontier, crossings, laxest_first
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import has_threshold, needs_labels
-from loopscope.readouts.replay import signal
+from loopscope.readouts.replay import available_readouts, signal
 from loopscope.scope import Unit, unit_of
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 Counts = NDArray[np.int64]
@@ -37,7 +36,7 @@ MAX_DRAWN = 51
 
 
 class CertifiedMark(msgspec.Struct, frozen=True):
-    """A certified threshold: its place among the thresholds, and what it guarantees."""
+    """A certified threshold on the page: its place among the thresholds, and its guarantee."""
 
     place: int
     guarantee: str  # nothing where it has none
@@ -46,7 +45,7 @@ class CertifiedMark(msgspec.Struct, frozen=True):
 
 
 class ReadoutCurve(msgspec.Struct, frozen=True):
-    """A readout at the thresholds that are shown, [G] each, and its D@X, [S] each, on all of its grid."""
+    """The curve of a readout for the page's slider: [G] values at the thresholds shown, and D@X at [S] targets."""
 
     readout: str
     thresholds: list[float]  # none of the oracle
@@ -67,13 +66,15 @@ class ReadoutCurve(msgspec.Struct, frozen=True):
 
 
 class ExitsByThreshold(msgspec.Struct, frozen=True):
+    """How many examples exit at each loop, by threshold, difficulty and outcome, for the page."""
+
     exits: list[list[list[int]]]  # [G][L][T] how many of each difficulty exit at each loop
-    right: list[list[int]]  # [G][L] how many of those are right
+    right: list[list[int]]  # [G][L] how many of these exits are right
     outcomes: list[list[int]]  # [G][5] how many have each of OUTCOMES
 
 
 class SampledExamples(msgspec.Struct, frozen=True):
-    """Some of the test examples."""
+    """Single test examples that the page shows, with their answers at every loop."""
 
     rows: list[int]  # [N] their places among the test examples that are counted, in the order in which they were drawn
     texts: list[str] | None  # [N]
@@ -86,6 +87,8 @@ class SampledExamples(msgspec.Struct, frozen=True):
 
 
 class ModelDetails(msgspec.Struct, frozen=True):
+    """The details of one model that the page adds to `results.json`."""
+
     graded: bool  # whether there are difficulties
     binned: bool  # whether a level is the median of a bin
     levels: list[float]  # [L]
@@ -95,22 +98,24 @@ class ModelDetails(msgspec.Struct, frozen=True):
 
 
 class ThresholdDetails(msgspec.Struct, frozen=True):
+    """The details of one model with its name, for the page."""
+
     slider_targets: list[float]  # [S] the target accuracies
     curves: list[ReadoutCurve]
     deep: ModelDetails
 
 
 def slider_targets(targets: Sequence[Target]) -> list[float]:
-    """Every half percent, and the targets of the report that are the same for every model."""
+    """The accuracies of the page's slider: every half percent, and the report's absolute targets."""
     return sorted({*(step / 200 for step in range(1, 201)), *(t.accuracy for t in targets if t.accuracy is not None)})
 
 
 @dataclass(frozen=True)
 class DetailedFrontier:
-    """A frontier and what the page shows of it: some thresholds of its grid, and the certified ones, laxest first."""
+    """A frontier, and the thresholds of its grid that the page shows: a sample, and the certified ones."""
 
     frontier: Frontier
-    depths: Curves  # on the whole grid: what D@X is read from
+    depths: Curves  # on the whole grid, for D@X
     thresholds: NDArray[np.float64]  # [G]
     on_grid: NDArray[np.bool_]  # [G]
     resampled: Curves  # [1 + R, G]
@@ -121,7 +126,7 @@ class DetailedFrontier:
 
 
 def whole_frontier(frontier: Frontier, evaluation: Trajectory) -> DetailedFrontier:
-    """With all thresholds of its grid."""
+    """A frontier whose thresholds the page shows all."""
     curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
     every = np.ones(len(frontier.thresholds), dtype=bool)
     return DetailedFrontier(frontier, curves, frontier.thresholds, every, curves, None)
@@ -130,7 +135,7 @@ def whole_frontier(frontier: Frontier, evaluation: Trajectory) -> DetailedFronti
 def detailed_frontier(
     frontier: Frontier, policies: Sequence[ExitPolicy], evaluation: Trajectory, accuracy: float
 ) -> DetailedFrontier:
-    """`policies` are the certified ones, of this readout and of others; `accuracy` is the first target's."""
+    """Choose the thresholds that the page shows of a frontier; certified policies and the first target are kept."""
     readout, grid = frontier.readout, frontier.thresholds
     if needs_labels(readout):
         return replace(
@@ -155,7 +160,7 @@ def threshold_details(
     evaluation: Trajectory,
     targets: Sequence[Target],
 ) -> ThresholdDetails:
-    """Everything that the page shows of one model; all frontiers are of the same evaluation recording."""
+    """The details of one model for the page, from frontiers of the same evaluation recording."""
     stops = slider_targets(targets)
     levels, bins = difficulty_bins(evaluation)
     rows = sample_by_pattern(evaluation, MAX_EXAMPLES)
@@ -163,20 +168,21 @@ def threshold_details(
     for each in details:
         readout = each.frontier.readout
         crossed = crossings(readout, each.thresholds, evaluation)
-        lines[readout] = count_exits(crossed, len(each.thresholds), evaluation.correct, bins)
+        lines[readout] = count_exits_by_threshold(crossed, len(each.thresholds), evaluation.correct, bins)
         crossed_rows[readout] = crossed[rows].tolist()
     difficulty = evaluation.difficulty
     graded = difficulty is not None
     binned = difficulty is not None and len(levels) < len(np.unique(difficulty))
     counts = np.bincount(bins).tolist()
-    deep = ModelDetails(graded, binned, rounded(levels), counts, lines, _sheet(evaluation, rows, crossed_rows))
+    deep = ModelDetails(graded, binned, rounded(levels), counts, lines, _examples_sheet(evaluation, rows, crossed_rows))
     unit = unit_of(evaluation.provenance, evaluation.sequences is not None)
-    return ThresholdDetails(stops, [_curve(each, certified, stops, unit) for each in details], deep)
+    return ThresholdDetails(stops, [_readout_curve(each, certified, stops, unit) for each in details], deep)
 
 
-def _curve(
+def _readout_curve(
     detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequence[float], unit: Unit
 ) -> ReadoutCurve:
+    """One readout's curve for the page's slider, with its certified thresholds."""
     frontier, resampled = detail.frontier, detail.resampled
     accuracy, loops = resampled.accuracy, resampled.average_loops
     depths = detail.depths.depths_at(stops)
@@ -190,7 +196,7 @@ def _curve(
         chosen=detail.place(frontier.select().policy.threshold),
         at_target=detail.at_target,
         certified=[
-            CertifiedMark(detail.place(each.threshold), *_mark_texts(each, unit))
+            CertifiedMark(detail.place(each.threshold), *_certified_mark_texts(each, unit))
             for each in certified
             if each.readout == frontier.readout
         ],
@@ -207,7 +213,8 @@ def _curve(
     )
 
 
-def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
+def _certified_mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
+    """The texts of a certified threshold on the page: what it guarantees, and its result on test data."""
     guarantee, held = certified.guarantee, certified.held_out
     accuracy = "" if held.accuracy is None else f"{100 * held.accuracy.value:.1f} % accuracy, "
     mean = "" if held.sequences is None else "on average over sequences, "
@@ -218,7 +225,10 @@ def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
     )
 
 
-def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, list[list[int]]]) -> SampledExamples:
+def _examples_sheet(
+    evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, list[list[int]]]
+) -> SampledExamples:
+    """The sampled examples for the page: texts, answers, and the exit loop at every threshold."""
     names = [name for name in available_readouts(evaluation) if has_threshold(name)]
     signals = {name: signal(name, evaluation)[rows] for name in names}
     has_log_probs = evaluation.logits is not None or evaluation.label_log_probs is not None
@@ -235,8 +245,8 @@ def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, l
     )
 
 
-def count_exits(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Counts) -> ExitsByThreshold:
-    """`crossed` [N, T-1] is of `size` thresholds (see `frontier.crossings`), `bins` [N] are of the difficulties.
+def count_exits_by_threshold(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Counts) -> ExitsByThreshold:
+    """Count exits by threshold, difficulty and outcome, from `crossed` [N, T-1] (see `frontier.crossings`).
 
     An example exits at a loop from the threshold on that sends it there, up to the one that sends it past.
     """
@@ -258,7 +268,7 @@ def count_exits(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Co
 
 
 def exit_outcomes(correct: NDArray[np.bool_]) -> NDArray[np.int8]:
-    """[N, T] which of OUTCOMES an exit at each loop is."""
+    """[N, T] the outcome of an exit at each loop, as a number among OUTCOMES."""
     seen = np.logical_or.accumulate(correct, axis=1)
     earlier = np.zeros_like(seen)
     earlier[:, 1:] = seen[:, :-1]
@@ -269,7 +279,7 @@ def exit_outcomes(correct: NDArray[np.bool_]) -> NDArray[np.int8]:
 
 
 def sample_by_pattern(trajectory: Trajectory, size: int, seed: int = 0) -> Counts:
-    """The rows of at most `size` examples, drawn so that every pattern of right and wrong loops has its share.
+    """Draw at most `size` examples for the page: each pattern of right and wrong loops gets its share.
 
     A random order within each pattern, then the patterns in turn: rare ones are there, common ones do not crowd them
     out. The first rows of the answer are what a smaller size would give.

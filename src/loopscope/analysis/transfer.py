@@ -14,7 +14,7 @@ import numpy as np
 
 from loopscope.analysis.bootstrap import Curves, resampled_curves
 from loopscope.analysis.comparison import Paired, Side, exits_of, paired
-from loopscope.analysis.diagnosis import without_verdict
+from loopscope.analysis.diagnosis import no_verdict_sentence
 from loopscope.analysis.gaps import Gap, Subject, Way, gap_between
 from loopscope.analysis.targets import Target, as_target, target_level
 from loopscope.errors import UserError
@@ -26,8 +26,9 @@ from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, w
 from loopscope.policy import NEVER, ExitPolicy, chosen_scope
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import required_readout
+from loopscope.readouts.replay import available_readouts
 from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, is_gate, own_name
-from loopscope.threshold_grids import available_readouts, fine_grid
+from loopscope.threshold_grids import fine_grid
 from loopscope.trajectory import Trajectory
 
 
@@ -140,12 +141,12 @@ def transfer(
 
 
 def fitted_rules(validation: Trajectory, gates: Mapping[str, Fitted], target: Target) -> list[ExitPolicy]:
-    """What a model brings: rules with the thresholds at which they reach the target on its validation data."""
+    """The rules of one model: readouts with the thresholds that reach the target on its validation data."""
     check_split(validation, "validation")
     level = target_level(target, validation, validation)
     recording, fitted = attach(validation, gates), by_readout(gates)
-    signals = [name for name in available_readouts(validation) if _is_signal(name)]
-    names = [_best(signals, level.accuracy, validation)] if signals else []
+    signals = [name for name in available_readouts(validation) if _is_transferable(name)]
+    names = [_best_readout(signals, level.accuracy, validation)] if signals else []
     names += [name for name in (*OWN_GATES, *fitted) if name in available_readouts(recording)]
     read = [name for name in stopper_signals(validation) if not is_gate(name)]
     if validation.labels is not None and read and not why_not_learned(validation):
@@ -154,7 +155,7 @@ def fitted_rules(validation: Trajectory, gates: Mapping[str, Fitted], target: Ta
             names.append(STOPPER + kind)
             fitted[names[-1]], learned[names[-1]] = fit_out_of_bag(validation, signals=read, kind=kind)
         recording = replace(recording, signals=learned)
-    thresholds = {name: _threshold(name, level.accuracy, recording) for name in names}
+    thresholds = {name: _threshold_reaching(name, level.accuracy, recording) for name in names}
     return [
         ExitPolicy(name, at, fitted.get(name), chosen_scope(name, validation)).for_any_model()
         for name, at in thresholds.items()
@@ -164,15 +165,15 @@ def fitted_rules(validation: Trajectory, gates: Mapping[str, Fitted], target: Ta
 def replayed_rules(
     rules: Sequence[ExitPolicy], fitted_on: tuple[str, Trajectory], stops: tuple[str, Subject], target: Target
 ) -> Iterator[TransferResult]:
-    """These rules, with the validation recording that chose them, on the test data of a model."""
+    """Replay the rules of one model on the test data of another; `fitted_on` has the validation recording."""
     (source, chosen_on), (name, subject) = fitted_on, stops
     if chosen_on is not subject.validation:
         what, where = f"the test recording of '{name}'", f"the validation recording of '{source}'"
         check_apart(subject.test, what, chosen_on, where, "replay rules on examples that chose none of them")
     level = subject.level(target)
-    silent_about = without_verdict(subject.validation, subject.test, level)
+    silent_about = no_verdict_sentence(subject.validation, subject.test, level)
     best = subject.best(level.accuracy)
-    own = ExitPolicy(best, _threshold(best, level.accuracy, subject.validation))
+    own = ExitPolicy(best, _threshold_reaching(best, level.accuracy, subject.validation))
     for rule in rules:
         assert rule.threshold is not None
         nothing = TransferResult(source, name, rule.readout, rule.threshold, None, None, None, None, silent_about)
@@ -180,46 +181,48 @@ def replayed_rules(
             yield nothing
             continue
         try:
-            validation, test = (_with_rule(rule, recording) for recording in (subject.validation, subject.test))
+            validation, test = (_with_rule_signal(rule, recording) for recording in (subject.validation, subject.test))
             check_attached(test, rule.readout)
             selected = paired(Side(rule.readout, rule, test), Side(best, own, test))
         except UserError as error:
             yield replace(nothing, refused=str(error))
             continue
         curves = resampled_curves(rule.readout, fine_grid(rule.readout, validation), test)
-        gap = gap_between(level.accuracy, _exits(rule.readout, curves), subject.exit_by(), test, subject.chance)
+        gap = gap_between(level.accuracy, _exit_way(rule.readout, curves), subject.exit_by(), test, subject.chance)
         right, loops = exits_of(rule, test).mean(axis=0, dtype=np.float64).tolist()
         yield replace(nothing, gap=gap, accuracy=right, average_loops=loops, selected=selected)
 
 
-def _is_signal(readout: str) -> bool:
-    """Whether it reads what every trajectory has: no gate, no depth, no label."""
+def _is_transferable(readout: str) -> bool:
+    """Whether every trajectory has the signal of a readout: it reads no gate, no depth and no label."""
     return not readout.startswith(FITTED) and not is_gate(readout) and required_readout(readout).takes == "threshold"
 
 
-def _exits(name: str, curves: Curves) -> Way:
+def _exit_way(name: str, curves: Curves) -> Way:
+    """The way to exit by one readout, from its resampled frontier."""
     return lambda accuracy: (name, curves.depth_at(accuracy))
 
 
-def _with_rule(rule: ExitPolicy, recording: Trajectory) -> Trajectory:
-    """The recording with the rule's signal; a gate or a stopper of its own under that name gives way."""
+def _with_rule_signal(rule: ExitPolicy, recording: Trajectory) -> Trajectory:
+    """Attach the signal of a transferred rule to a recording, in the place of a signal of the same name."""
     if rule.gate is None:
         return recording
     signals = {name: values for name, values in recording.signals.items() if name != rule.readout}
     return attach(replace(recording, signals=signals), {own_name(rule.readout): rule.gate})
 
 
-def _best(readouts: Sequence[str], accuracy: float, validation: Trajectory) -> str:
-    """The readout that reaches an accuracy in the least loops; where none does, the most accurate one."""
-    return min(readouts, key=lambda name: _reaching(name, accuracy, validation)[0])
+def _best_readout(readouts: Sequence[str], accuracy: float, validation: Trajectory) -> str:
+    """The readout that reaches an accuracy in the fewest loops on validation data; else the most accurate one."""
+    return min(readouts, key=lambda name: _rank_and_threshold(name, accuracy, validation)[0])
 
 
-def _threshold(readout: str, accuracy: float, validation: Trajectory) -> float:
-    return _reaching(readout, accuracy, validation)[1]
+def _threshold_reaching(readout: str, accuracy: float, validation: Trajectory) -> float:
+    """The threshold at which a readout reaches an accuracy in the fewest loops on validation data."""
+    return _rank_and_threshold(readout, accuracy, validation)[1]
 
 
-def _reaching(readout: str, accuracy: float, validation: Trajectory) -> tuple[tuple[float, float], float]:
-    """How good a readout is at its threshold (smaller is better), and that threshold."""
+def _rank_and_threshold(readout: str, accuracy: float, validation: Trajectory) -> tuple[tuple[float, float], float]:
+    """Rank a readout on validation data (smaller is better), and give its threshold."""
     thresholds = np.clip(swept_thresholds(readout, validation), -NEVER, NEVER)
     right, loops = curve(readout, thresholds, validation)
     missing = np.maximum(accuracy - 1e-9 - right, 0.0)

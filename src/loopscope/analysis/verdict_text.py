@@ -1,20 +1,17 @@
-"""In which words is a finding told? The sentence of a verdict, and text and tables in lines of at most 80 letters."""
+"""How does a report word what a diagnosis found? The sentence of a verdict, and a gap in words."""
 
-import re
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import rankdata
 
 from loopscope.analysis.bootstrap import Estimate
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
-from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
+from loopscope.analysis.targets import TargetLevel, harm_of_depth
 from loopscope.readouts.replay import gate_readout, has_signal
 from loopscope.trajectory import Trajectory
 
-WIDTH = 80
 _HEADS = {
     "readout": "The readout is to blame",
     "trajectory": "The trajectory is to blame",
@@ -24,18 +21,14 @@ _HEADS = {
 }
 UNDECIDED = "cannot be told with these data"
 _MAX_INVERTED = 0.35
-"""A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
+"""A gate that knows nothing has 0.5; a good gate with a flipped sign has 1 minus its value."""
 _SMALL_SHARE = 0.1
-"""Of the room that is left: a smaller gap is to blame for little."""
-_UNBREAKABLE = re.compile(r" (?=%)|(?<=[\d\]]) (?=\[)|(?<=,) (?=[+-]\d)|(?<=%) (?=interval)")
-"""Blanks at which no line ends: before a percent sign, in an interval and before it."""
-_NO_BREAK = "\N{NO-BREAK SPACE}"
-_BETWEEN_COLUMNS = "  "
+"""The share of the room left below which a gap is to blame for little."""
 
 
 @dataclass(frozen=True)
 class GapWords:
-    """How one way to exit does against another: words that need no glossary, and the figures behind them."""
+    """A gap in words: plain words without terms of the glossary, and its figures."""
 
     words: str
     figures: str
@@ -45,7 +38,7 @@ class GapWords:
 
 
 def gap_words(gap: Gap, other: str, room: Gap | None) -> GapWords:
-    """What a gap means, for the terminal and for the page; `other` is what it compares with.
+    """Say in words what a gap means, for terminal and page; `other` names the compared readout or model.
 
     Worse by little beside the `room` that is left is slightly worse.
     """
@@ -61,20 +54,20 @@ def gap_words(gap: Gap, other: str, room: Gap | None) -> GapWords:
     words = f"{'worse' if gap.sign > 0 else 'better'} than {other}"
     if gap.low > 0 or gap.high < 0:
         low, high = sorted((abs(gap.low), abs(gap.high)))
-        slightly = "slightly " * is_small(gap, room)
+        slightly = "slightly " * is_small_gap(gap, room)
         return GapWords(slightly + words, f"by {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] at {at}")
     misses, reaches = ("it", other) if gap.sign > 0 else (other, "it")
     return GapWords(words, f"({misses} misses the target that {reaches} reaches; at {at}, which both reach: {size})")
 
 
-def is_small(gap: Gap, room: Gap | None) -> bool:
-    """Whether a gap is to blame for little of the room that is left."""
+def is_small_gap(gap: Gap, room: Gap | None) -> bool:
+    """Whether a gap is to blame for only a small part of the room left."""
     return room is not None and gap.blames and gap.low > 0 and gap.value < _SMALL_SHARE * room.value
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a diagnosis found, before it is put into words."""
+    """What a diagnosis found, as data for the sentence of its verdict."""
 
     level: TargetLevel
     readout: Gap | None
@@ -95,16 +88,16 @@ class Finding:
     def is_small(self) -> bool:
         """Whether all that is to blame is little beside the room that is left."""
         blamed = [gap for gap in (self.readout, self.trajectory) if gap is not None and gap.blames]
-        return bool(blamed) and not self.behind and all(is_small(gap, self.room) for gap in blamed)
+        return bool(blamed) and not self.behind and all(is_small_gap(gap, self.room) for gap in blamed)
 
     def clause(self, name: str, other: str, gap: Gap, question: str) -> str:
-        """A gap as a part of the sentence; what is open is a question."""
+        """A gap as a clause of the verdict's sentence; an undecided gap is a question."""
         found = gap_words(gap, other, self.room)
         return f"{question} {found}" if found.words == UNDECIDED else f"{name} is {found}{self.against_room(gap)}"
 
 
 def verdict_sentence(subject: Subject, reference: Subject | None, finding: Finding) -> str:
-    """What is to blame, why, and what else is remarkable about the model."""
+    """The sentence of a verdict: the part to blame, the reason, and other remarks about the model."""
     level, readout, verdict = finding.level, finding.readout, finding.verdict
     remarks = [harm_of_depth(subject.validation)]
     if subject.ceiling < level.accuracy - 1e-9:
@@ -122,7 +115,7 @@ def verdict_sentence(subject: Subject, reference: Subject | None, finding: Findi
             "Its halt probability is higher where loop 1 is wrong than where it is right: was the sign of gate_logits "
             "flipped?"
         )
-    findings = [_on_readout(subject, finding), _on_trajectory(subject, reference, finding)]
+    findings = [_readout_sentence(subject, finding), _trajectory_sentence(subject, reference, finding)]
     trajectory = finding.trajectory
     open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_no_more))
     if verdict == "trajectory" or not subject.has_gate or (verdict == "cannot tell" and open_trajectory):
@@ -139,7 +132,7 @@ def verdict_sentence(subject: Subject, reference: Subject | None, finding: Findi
 
 
 def gate_is_inverted(test: Trajectory) -> bool:
-    """Whether halting is clearly likelier where loop 1 is wrong, as it is if the signs of the gate's logits are."""
+    """Whether the gate halts more often if loop 1 is wrong, as with a flipped sign of its logits."""
     if test.gate_logits is None:
         return False
     right = test.correct[:, 0]
@@ -150,7 +143,8 @@ def gate_is_inverted(test: Trajectory) -> bool:
     return bool(above < _MAX_INVERTED)
 
 
-def _on_readout(subject: Subject, finding: Finding) -> str:
+def _readout_sentence(subject: Subject, finding: Finding) -> str:
+    """The part of a verdict's sentence about the readout."""
     gap = finding.readout
     if not subject.has_gate:
         recordings = {"validation": subject.validation, "test": subject.test}
@@ -165,7 +159,8 @@ def _on_readout(subject: Subject, finding: Finding) -> str:
     return finding.clause("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
 
 
-def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding) -> str:
+def _trajectory_sentence(subject: Subject, reference: Subject | None, finding: Finding) -> str:
+    """The part of a verdict's sentence about the trajectory."""
     if reference is None:
         return "without a reference the trajectory cannot be judged"
     if reference is subject:
@@ -186,37 +181,5 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
 
 
 def with_bounds(found: Gap | Estimate, scale: float = 1.0, unit: str = "") -> str:
-    """A difference with its 95 % interval."""
+    """A gap or an estimate with its 95 % interval, as text."""
     return f"{scale * found.value:+z.2f}{unit} [{scale * found.low:+z.2f}, {scale * found.high:+z.2f}]"
-
-
-def rounded_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def wrapped(text: str, width: int = WIDTH) -> str:
-    """The text in lines of this width, where no word is longer."""
-    whole = _UNBREAKABLE.sub(_NO_BREAK, text)
-    return textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False).replace(_NO_BREAK, " ")
-
-
-def aligned(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
-    """The lines of a table; its widest columns break their cells until it fits, as far as its words let it."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    least = [max(len(word) for cell in column for word in _words(cell)) for column in columns]
-    while sum(widths) + len(_BETWEEN_COLUMNS) * (len(widths) - 1) > width and widths != least:
-        _, widest = max((size, place) for place, size in enumerate(widths) if size > least[place])
-        widths[widest] -= 1
-    lines = []
-    for row in rows:
-        cells = [wrapped(cell, size).split("\n") for cell, size in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
-            lines.append(_BETWEEN_COLUMNS.join(padded).rstrip())
-    return lines
-
-
-def _words(cell: str) -> list[str]:
-    return _UNBREAKABLE.sub(_NO_BREAK, cell).split(" ")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from loopscope.analysis.schema import Latency, Machine, PolicyLatency, Spread
-from loopscope.bench.measure import fastest, interleaved, spread
+from loopscope.bench.measure import fastest_batch, interleaved, spread
 from loopscope.engine.exit_decision import ExitDecision
 from loopscope.engine.requests import Request, task_requests
 from loopscope.engine.scheduler import Agreement, compare_with_replay, run
@@ -50,12 +50,12 @@ from loopscope.trajectory import Trajectory
 PAPER_REALISED = 0.29
 """The paper's table 5.6 (b): top1 saves 6.0 / 1.26 of the loops and runs 1.36 times as fast."""
 _SIZES = (64, 256, 1024)
-"""Of batches, of which the fastest is taken."""
+"""Batch sizes; full depth and each policy are timed at their fastest one."""
 _QUESTION_ROUNDS, _TASK_ROUNDS = 3, 5
 
 
 class ExitTiming(msgspec.Struct, frozen=True):
-    """One policy. Ratios are taken within a round."""
+    """The time of one policy against full depth; ratios are taken within a round."""
 
     readout: str
     threshold: float | None
@@ -72,6 +72,8 @@ class ExitTiming(msgspec.Struct, frozen=True):
 
 
 class ExitBench(msgspec.Struct, frozen=True):
+    """The timings of policies on one model, with the machine."""
+
     model: str
     examples: int
     num_loops: int
@@ -85,7 +87,7 @@ class ExitBench(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class BenchedModel:
-    """A model, examples, and what a recording of them says."""
+    """A model whose exits are timed: its policies, its examples and their recording."""
 
     name: str
     model: LoopedModel
@@ -103,7 +105,7 @@ def trained_model(
     recordings: Sequence[Trajectory] = (),
     custom_tasks: Sequence[str] = (),
 ) -> BenchedModel:
-    """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation.
+    """A finished run to time: `policies`, and readouts whose thresholds validation chose.
 
     `recordings` are those of validation and test (default: the ones in the run's folder).
     """
@@ -128,7 +130,7 @@ def random_model(
     readouts: Sequence[str],
     device: str | torch.device = "cpu",
 ) -> BenchedModel:
-    """A model with random weights under the thresholds at which it takes about so many loops on average."""
+    """A model with random weights to time, with thresholds that give about `loops` average loops."""
     settings = read_settings(source, overrides)
     if settings.model.is_custom:
         register_model(str(settings.model.name))  # the user's settings name it
@@ -146,6 +148,7 @@ def random_model(
 def bench_exits(
     benched: BenchedModel, rounds: int, batch_size: int | None, waiting: bool, progress: ProgressCallback
 ) -> ExitBench:
+    """Time policies against full depth in interleaved rounds, with or without waiting for the slowest row."""
     model, requests = benched.model, list(task_requests(benched.examples))
     never = ExitPolicy("fixed", model.num_loops)
 
@@ -153,8 +156,8 @@ def bench_exits(
         deque(run(model, some, policy, size), maxlen=0)
 
     weights = next(model.parameters())
-    full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES, weights.device)
-    sizes = [batch_size or fastest(partial(drain, policy), _SIZES, weights.device) for policy in benched.policies]
+    full_size = fastest_batch(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES, weights.device)
+    sizes = [batch_size or fastest_batch(partial(drain, policy), _SIZES, weights.device) for policy in benched.policies]
     ways = {"full depth": partial(drain, never, full_size)}
     for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
         ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
@@ -204,9 +207,7 @@ def time_task(
     device: str | torch.device = "cpu",
     custom_tasks: Sequence[str] = (),
 ) -> Latency:
-    """Times the final loop and the usual readouts of a finished run on its test examples, at the points that validation
-    chose.
-    """
+    """Time the final loop and the usual readouts of a finished run on its task, at thresholds that validation chose."""
     benched = trained_model(run, device=device, recordings=(validation, test), custom_tasks=custom_tasks)
     bench = bench_exits(benched, _TASK_ROUNDS, batch_size=None, waiting=False, progress=silent)
     full, depth = float(test.correct[:, -1].mean()), bench.num_loops
@@ -229,7 +230,7 @@ def time_task(
 
 @torch.inference_mode()
 def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[Request], batch_size: int) -> None:
-    """The usual way: a batch runs until its last row exits, those that are done with it; then comes the next batch."""
+    """Run batches the usual way: each one runs until its last row exits, then the next batch starts."""
     for start in range(0, len(requests), batch_size):
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
         device, lengths = next(model.parameters()).device, np.array([len(row) for row in rows])
@@ -258,7 +259,7 @@ def time_benchmark(
     device: str | torch.device = "cpu",
     dtype: str | None = None,
 ) -> Latency:
-    """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
+    """Time policies on `questions` of a benchmark, evenly spread over its test recording."""
     which = benchmark_named(benchmark, recorded.provenance.get("shots"))
     every = load_questions(which, "test", data, limit)
     if [question.label for question in every] != recorded.required_labels.tolist():

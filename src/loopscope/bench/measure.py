@@ -25,6 +25,7 @@ _CPU = torch.device("cpu")
 
 
 def spread(values: Any) -> Spread:
+    """The median of a measurement over rounds, with its quartiles."""
     low, middle, high = np.quantile(np.asarray(values, dtype=np.float64), [0.25, 0.5, 0.75]).tolist()
     return Spread(middle, low, high)
 
@@ -36,7 +37,7 @@ def interleaved(
     progress: ProgressCallback,
     weights: Tensor | None = None,
 ) -> tuple[dict[str, Seconds], Machine]:
-    """The seconds of every way in every round, and what the machine did in the same rounds.
+    """The seconds of every way in every round, with the machine's own speed in the same rounds.
 
     `weights`, some of the model that is benched, say on which device and in which precision (default: float32 here).
     """
@@ -59,14 +60,14 @@ def interleaved(
     return measured, Machine(torch.get_num_threads(), rounds, width, spread(by_round), by_round, *where)
 
 
-def fastest(way: Callable[[int], Any], sizes: Sequence[int], device: torch.device = _CPU) -> int:
-    """The batch size at which this goes fastest on a device, of two runs each."""
+def fastest_batch(way: Callable[[int], Any], sizes: Sequence[int], device: torch.device = _CPU) -> int:
+    """The batch size at which a way runs fastest on a device, in two runs of each size."""
     best = {size: min(timed(partial(way, size), device) for _ in range(2)) for size in sizes}
     return min(best, key=lambda size: best[size])
 
 
 def timed(way: Callable[[], Any], device: torch.device = _CPU) -> float:
-    """The seconds until it is done there."""
+    """The seconds that a function takes on a device."""
     synchronize(device)
     began = time.perf_counter()
     way()

@@ -44,11 +44,11 @@ from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
 
 _WIDTH = 512
-"""Of the matrix products that tell what the machine could do."""
+"""The width of the matrix products that measure the machine's speed."""
 
 
 class Drafts(msgspec.Struct, frozen=True):
-    """Of lossless text."""
+    """The drafts of lossless text: how many were made, and how many were accepted."""
 
     drafted: int
     accepted: int
@@ -56,7 +56,7 @@ class Drafts(msgspec.Struct, frozen=True):
 
 
 class GenerationTiming(msgspec.Struct, frozen=True):
-    """One policy with one cache, or lossless. Ratios are taken within a round, against full depth."""
+    """The time of text under one policy and cache, or lossless, against full depth in the same round."""
 
     readout: str
     threshold: float | None
@@ -79,7 +79,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
 
 
 class PlainTiming(msgspec.Struct, frozen=True):
-    """Full depth here against the plain way to write text; above 1 it is faster here."""
+    """The time of text at full depth against padded generation; a ratio above 1 means LoopScope is faster."""
 
     speedup: Spread
     prompt_speedup: Spread
@@ -88,6 +88,8 @@ class PlainTiming(msgspec.Struct, frozen=True):
 
 
 class GenerationBench(msgspec.Struct, frozen=True):
+    """The timings of text from one model, with the machine."""
+
     model: str
     prompts: int
     prompt_tokens: int
@@ -102,7 +104,7 @@ class GenerationBench(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Way:
-    """How text is written."""
+    """One way to write the text that is timed: a policy with a cache, or lossless."""
 
     policy: ExitPolicy | None
     cache: CacheMode = "full"
@@ -113,25 +115,25 @@ class Way:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """What is written: a model, its prompts, how many tokens after each, how many at a time."""
+class _TimedText:
+    """The text to time: a model, its prompts, the tokens after each prompt, and the batch size."""
 
     model: LoopedModel
     prompts: Sequence[Prompt]
     new_tokens: int
     batch_size: int
 
-    def first(self) -> "_Text":
-        """The same up to the first token of every text."""
+    def first(self) -> "_TimedText":
+        """The same texts up to their first token."""
         cut = [replace(prompt, forced=None if prompt.forced is None else prompt.forced[:1]) for prompt in self.prompts]
         return replace(self, prompts=cut, new_tokens=1)
 
-    def free(self) -> "_Text":
-        """The same with tokens that the model chooses."""
+    def free(self) -> "_TimedText":
+        """The same texts with tokens that the model chooses."""
         return replace(self, prompts=[replace(prompt, forced=None) for prompt in self.prompts])
 
     def run(self, way: Way, with_logits: bool = False) -> tuple[list[Token], GenerationStats]:
-        """The tokens of all texts, one text after the other, and what they took."""
+        """Write all texts; return their tokens in order, and the time and work."""
         stats = GenerationStats()
         tokens = stream(
             self.model,
@@ -157,9 +159,9 @@ def bench_generation(
     progress: ProgressCallback,
     plain: bool = False,
 ) -> GenerationBench:
-    """`prompts` are forced to the text that follows them, of one length each."""
+    """Time ways to write the text that follows each prompt; all prompts have one length."""
     counts = [0 if prompt.forced is None else len(prompt.forced) for prompt in prompts]
-    text, full = _Text(model, prompts, counts[0], batch_size), Way(None)
+    text, full = _TimedText(model, prompts, counts[0], batch_size), Way(None)
     timed = {"full depth": full} | {f"{place}: {way}": way for place, way in enumerate(ways)}
     calls: dict[str, Callable[[], object]] = {}
     for title, way in timed.items():
@@ -172,8 +174,8 @@ def bench_generation(
             calls[title] = partial(plain_text, unpacked, prompts, count, batch_size)
     seconds, machine = interleaved(calls, rounds, _WIDTH, progress, next(model.parameters()))
     freely = text.free().run(full)[0] if plain or any(way.lossless for way in ways) else []
-    base = _Measured(seconds, "full depth", text, full)
-    timings = [_Measured(seconds, f"{place}: {way}", text, way).timing(base, freely) for place, way in enumerate(ways)]
+    base = _TimedWay(seconds, "full depth", text, full)
+    timings = [_TimedWay(seconds, f"{place}: {way}", text, way).timing(base, freely) for place, way in enumerate(ways)]
     beside = None
     if plain:
         whole, first = seconds["plain"], seconds["plain, prompts"]
@@ -181,7 +183,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(chain(*plain_text(unpacked, prompts, text.new_tokens, batch_size)), freely),
+            differing=_differing_tokens(chain(*plain_text(unpacked, prompts, text.new_tokens, batch_size)), freely),
         )
     return GenerationBench(
         model=name,
@@ -197,10 +199,10 @@ def bench_generation(
     )
 
 
-class _Measured:
-    """What a way took, of time and of work."""
+class _TimedWay:
+    """The time and the work that one way took."""
 
-    def __init__(self, seconds: dict[str, Seconds], title: str, text: _Text, way: Way) -> None:
+    def __init__(self, seconds: dict[str, Seconds], title: str, text: _TimedText, way: Way) -> None:
         self.text, self.way = text, way
         self.seconds, self.prompt_seconds = seconds[title], seconds[f"{title}, prompts"]
         self.tokens, self.stats = text.run(way, with_logits=not way.lossless)
@@ -217,22 +219,22 @@ class _Measured:
 
     @property
     def writing_loops(self) -> float:
-        """Loops of a token that is written, those that it made up for later included; not those of prompts."""
+        """The loops of a written token, later catch-up included and prompts left out."""
         written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
         return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
-    def _ideal_seconds(self, full: "_Measured", average: float) -> Seconds:
-        """What full depth's prompts take, and its writing with the ideal speed-up."""
+    def _ideal_seconds(self, full: "_TimedWay", average: float) -> Seconds:
+        """The time of full depth's prompts, and of its writing at the ideal speed-up."""
         return full.prompt_seconds + full.writing_seconds / self.text.model.ideal_speedup(average)
 
-    def timing(self, full: "_Measured", freely: Sequence[Token]) -> GenerationTiming:
+    def timing(self, full: "_TimedWay", freely: Sequence[Token]) -> GenerationTiming:
         """Against `full` depth; `freely` are the tokens that full depth writes, which lossless text should write."""
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
         tokens = self.stats.tokens
         average = None if self.way.lossless else self.stats.loops / tokens
         agreement, kl, drafts = 1.0, 0.0, None
         if self.way.lossless:
-            differing = _differing((token.token for token in self.tokens), freely)
+            differing = _differing_tokens((token.token for token in self.tokens), freely)
             drafts = Drafts(self.stats.drafted, self.stats.accepted, differing)
             agreement = 1 - differing / tokens
         else:
@@ -266,23 +268,24 @@ class _Measured:
         )
 
 
-def _differing(ours: Iterable[int], theirs: Sequence[Token]) -> int:
-    """Tokens that differ, of the same texts one after the other."""
+def _differing_tokens(ours: Iterable[int], theirs: Sequence[Token]) -> int:
+    """The number of tokens that differ between texts, compared in order."""
     return sum(mine != token.token for mine, token in zip(ours, theirs, strict=True))
 
 
 def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossless: bool) -> list[Way]:
-    """Every policy with every cache, and lossless.
+    """Every policy with every cache, and lossless text.
 
     To be measured with another cache than it was calibrated for, a policy leaves its guarantee behind.
     """
-    ways = [Way(_for_cache(policy, cache), cache) for policy in policies for cache in caches]
+    ways = [Way(_policy_for_cache(policy, cache), cache) for policy in policies for cache in caches]
     if lossless:
-        ways += [Way(_for_cache(policy, "full"), "full", lossless=True) for policy in policies]
+        ways += [Way(_policy_for_cache(policy, "full"), "full", lossless=True) for policy in policies]
     return ways
 
 
-def _for_cache(policy: ExitPolicy, cache: CacheMode) -> ExitPolicy:
+def _policy_for_cache(policy: ExitPolicy, cache: CacheMode) -> ExitPolicy:
+    """The policy for text with this cache; for another cache than its own it loses certificate and cache."""
     if policy.scope.cache in (None, cache):
         return policy
     return replace(policy, certificate=None, scope=msgspec.structs.replace(policy.scope, cache=None))
@@ -290,7 +293,7 @@ def _for_cache(policy: ExitPolicy, cache: CacheMode) -> ExitPolicy:
 
 @torch.inference_mode()
 def plain_text(model: LoopedModel, prompts: Sequence[Prompt], new_tokens: int, batch_size: int) -> list[list[int]]:
-    """So many tokens after every prompt, which is as long as the others of its batch after padding."""
+    """Write text the plain way, by padded generation at full depth: `new_tokens` tokens after every prompt."""
     if not isinstance(model, Ouro | LoopedLlama):
         raise UserError(
             f"The plain way to write text knows Ouro and looped Llamas, not {type(model).__name__}; leave out --plain."
@@ -301,7 +304,7 @@ def plain_text(model: LoopedModel, prompts: Sequence[Prompt], new_tokens: int, b
         rows = [torch.from_numpy(prompt.tokens) for prompt in prompts[start : start + batch_size]]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left").to(device)
         first = torch.tensor([tokens.shape[1] - len(row) for row in rows], device=device)
-        run, written = _Forward(model, first), []
+        run, written = _PaddedForward(model, first), []
         for _ in range(new_tokens):
             tokens = run(tokens).argmax(-1, keepdim=True)
             written.append(tokens)
@@ -309,8 +312,8 @@ def plain_text(model: LoopedModel, prompts: Sequence[Prompt], new_tokens: int, b
     return texts
 
 
-class _Forward:
-    """One forward pass after the other, with what the ones before left in the cache."""
+class _PaddedForward:
+    """Forward passes of padded generation, each with the cache that earlier passes left."""
 
     def __init__(self, model: Ouro | LoopedLlama, first: Tensor) -> None:
         self.model, self.first = model, first  # [B] where every row begins

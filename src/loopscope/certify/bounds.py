@@ -48,7 +48,7 @@ _ENOUGH = 1 - 1e-12
 
 
 def p_values(total_loss: ArrayLike, units: int, alpha: float | Values, binary: bool) -> Values:
-    """Of "the risk is above alpha", from the sum of the losses of independent units.
+    """P-values of "the risk is above alpha", from the sum of the losses of independent units.
 
     Exact (binomial) for losses that are 0 or 1; Hoeffding-Bentkus for all others, of which bets see more.
     """
@@ -62,17 +62,17 @@ def p_values(total_loss: ArrayLike, units: int, alpha: float | Values, binary: b
 
 
 def fixed_sequence(p: ArrayLike, delta: float) -> int:
-    """How many thresholds, from the first on, are proven: all up to the first that is not."""
+    """The number of thresholds that fixed-sequence testing proves: all before the first failure."""
     return count_leading(np.asarray(p) <= delta)
 
 
 def count_leading(holds: NDArray[np.bool_]) -> int:
-    """How many, from the first on, hold."""
+    """The number of true values before the first false one."""
     return len(holds) if holds.all() else int(holds.argmin())
 
 
 def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
-    """How many thresholds, from the strictest on, keep the expected risk: n / (n + 1) R + 1 / (n + 1) <= alpha.
+    """How many thresholds, strictest first, conformal risk control allows: n / (n + 1) R + 1 / (n + 1) <= alpha.
 
     The losses of every unit must not fall from a threshold to a laxer one; take their running maximum first.
     """
@@ -80,7 +80,7 @@ def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
 
 
 def min_units(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = True) -> int | None:
-    """About the fewest units that prove a threshold whose observed loss is `rate`; None if it is too near to alpha.
+    """About the fewest units that prove a threshold with the observed loss `rate`; None if `rate` is too near to alpha.
 
     Without a delta: those that conformal risk control needs.
     """
@@ -97,7 +97,7 @@ def min_units(alpha: float, delta: float | None, rate: float = 0.0, binary: bool
 
 
 def min_units_by_bets(alpha: float, delta: float, rate: float, variance: float) -> int | None:
-    """The same for bets on losses with this mean and variance: what a bet may win at all, and what chance takes."""
+    """About the fewest units that the betting bound needs, for losses of this mean and variance."""
     fewest, margin = min_units(alpha, delta), alpha - rate
     if fewest is None or margin <= alpha * 1e-6:
         return None
@@ -106,7 +106,7 @@ def min_units_by_bets(alpha: float, delta: float, rate: float, variance: float) 
 
 
 def max_losses(units: int, alpha: float, delta: float | None) -> int:
-    """The largest number of losses of 1 among so many units that is still proven; -1 if none is."""
+    """The largest number of losses among `units` units that still proves a threshold; -1 if none does."""
     if delta is None:
         return int(np.floor((units + 1) * alpha - 1 + _ROUNDING))
     number = int(binom.ppf(delta, units, alpha))
@@ -114,7 +114,7 @@ def max_losses(units: int, alpha: float, delta: float | None) -> int:
 
 
 def risk_interval(total_loss: float, units: int, binary: bool, level: float) -> tuple[float, float]:
-    """Where the risk lies, with this confidence: Clopper-Pearson, or what Hoeffding-Bentkus does not reject."""
+    """A confidence interval for the risk: Clopper-Pearson for losses of 0 and 1, else by Hoeffding-Bentkus."""
     tail = (1 - level) / 2
     total_loss = min(max(total_loss, 0.0), float(units))
     if binary:
@@ -131,7 +131,7 @@ def risk_interval(total_loss: float, units: int, binary: bool, level: float) -> 
 
 
 def betting_p_values(losses: Iterable[Values], units: int, alpha: float, level: float) -> Values:
-    """[G] of "the risk is above alpha", by bets that aim at `level`; `losses` are blocks [b, G] of all units in order.
+    """[G] p-values of "the risk is above alpha", by bets that aim at `level`; `losses` are blocks [b, G] in order.
 
     Valid at any level, and sharp at this one.
     """
@@ -145,18 +145,18 @@ def betting_p_values(losses: Iterable[Values], units: int, alpha: float, level: 
                 wealth, total = np.ones_like(loss), np.full_like(loss, before * alpha)
                 highest, squares = wealth.copy(), np.full_like(loss, _UNSEEN)
             bet = _stakes(wealth * level, squares / (before + seen), units - seen, alpha)
-            bet = np.where(highest * level < _ENOUGH, np.minimum(bet, largest), 0.0)  # who has enough stops
+            bet = np.where(highest * level < _ENOUGH, np.minimum(bet, largest), 0.0)  # no more bets on enough wealth
             wealth = np.maximum(wealth * (1 + bet * (alpha - loss)), 0.0)
             highest = np.maximum(highest, wealth)
             mean = total / (before + seen)
             seen, total = seen + 1, total + loss
             squares += (loss - mean) * (loss - total / (before + seen))
     assert seen == units
-    return 1 / highest * (_ENOUGH)  # what is just enough must not fail by its last digit
+    return 1 / highest * (_ENOUGH)  # wealth that is just enough must not fail by its last digit
 
 
 def _stakes(reached: Values, variance: Values, left: int, alpha: float) -> Values:
-    """[G] what to stake of a wealth that is this share of what is wanted, with so many units to come."""
+    """[G] the stake of each bet: by the share of the wanted wealth that is reached, and the units that are left."""
     share = np.clip(reached, _MIN_SHARE, _ENOUGH)
     distance = ndtri(share)
     option = np.exp(-(distance**2) / 2) / sqrt(2 * pi) / share / np.sqrt(variance * left)

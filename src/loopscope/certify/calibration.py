@@ -37,7 +37,7 @@ from loopscope.certify.bounds import count_leading, max_losses, min_units
 from loopscope.certify.cautions import cautions
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import RiskGroup, drawn_for, population, risk_groups, summarise_data, unit_count
-from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
+from loopscope.certify.not_proven import NotProven, not_safe, proposing_unit_count, too_few
 from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.certify.tested_data import decision_scope, outcome_of
 from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
@@ -57,7 +57,8 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.threshold_grids import available_readouts, gap_grid
+from loopscope.readouts.replay import available_readouts
+from loopscope.threshold_grids import gap_grid
 from loopscope.trajectory import Trajectory
 
 _NORMAL_95 = 1.959964
@@ -118,8 +119,8 @@ def calibrate(
     >>> policy.guarantee.max_drop, policy.guarantee.confidence
     (0.1, 0.95)
     """
-    target = _target(max_drop=float(max_drop), confidence=float(confidence), **options)
-    return _cautioned(recording, certify(recording, target, grid, gates, seed, bound))
+    target = _risk_target(max_drop=float(max_drop), confidence=float(confidence), **options)
+    return _with_cautions(recording, certify(recording, target, grid, gates, seed, bound))
 
 
 def conformal_risk_control(
@@ -163,15 +164,17 @@ def conformal_risk_control(
     >>> policy.guarantee.confidence is None
     True
     """
-    target = _target(max_drop=float(max_drop), in_expectation=True, **options)
-    return _cautioned(recording, certify(recording, target, grid, gates, seed))
+    target = _risk_target(max_drop=float(max_drop), in_expectation=True, **options)
+    return _with_cautions(recording, certify(recording, target, grid, gates, seed))
 
 
-def _target(**values: Any) -> RiskTarget:
+def _risk_target(**values: Any) -> RiskTarget:
+    """The risk target of `calibrate`, from its parameters."""
     return build(RiskTarget, values, "the guarantee that is asked for")
 
 
-def _cautioned(recording: Trajectory, policy: ExitPolicy) -> ExitPolicy:
+def _with_cautions(recording: Trajectory, policy: ExitPolicy) -> ExitPolicy:
+    """Warn about the cautions of a calibrated policy, and return the policy."""
     for caution in cautions(recording, policy):
         warnings.warn(caution, stacklevel=3)
     return policy
@@ -185,12 +188,12 @@ def certify(
     seed: int = 0,
     bound: Bound = "betting",
 ) -> ExitPolicy:
-    """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
+    """Calibrate on a recording or a live run: the policy that keeps the guarantee, or raise `NotProven`."""
     check_split(recorded)
     proof = build(Proof, {"bound": bound, "seed": index(seed)}, "the guarantee that is asked for")
     if isinstance(recorded, LiveRuns):
-        return _test(_candidates_of_run(recorded, target), target, proof)
-    policy = _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
+        return _test_candidates(_candidates_of_run(recorded, target), target, proof)
+    policy = _test_candidates(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
     assert policy.certificate is not None
     rows = tuple(data.row_sketch for data in (recorded, grid) if data is not None)
     return replace(policy, certificate=msgspec.structs.replace(policy.certificate, rows=rows))
@@ -198,7 +201,7 @@ def certify(
 
 @dataclass(frozen=True)
 class Candidates:
-    """Thresholds that are to be tested, and where they come from."""
+    """The candidate thresholds of a calibration, and the data that proposed them."""
 
     walks: list[Walk]
     policy: Callable[[str, float], ExitPolicy]  # that exits by this readout at this threshold
@@ -215,16 +218,17 @@ class Candidates:
 def _candidates_of_recording(
     recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
 ) -> Candidates:
-    _check(recording, grid, gates, target.readout)
+    """Propose candidate thresholds for a calibration on a recording."""
+    _check_with_grid(recording, grid, gates, target.readout)
     counted = population(recording, target)
     if target.method == "tolerance":
         _check_tolerance(recording, grid)
-        _check_size(counted, counted, target, split=False)
+        _check_enough_units(counted, counted, target, split=False)
         proposing = tested = counted
     elif grid is None:
         proposing, tested = split_rows(counted, target, seed)
     else:
-        _check_size(counted, counted, target, split=False)
+        _check_enough_units(counted, counted, target, split=False)
         proposing, tested = grid, counted
     proposing, tested = attach(proposing, gates), attach(tested, gates)
     readouts = candidate_readouts(target, proposing, tested)
@@ -244,6 +248,7 @@ def _candidates_of_recording(
 
 
 def _check_tolerance(recording: Trajectory, grid: Trajectory | None) -> None:
+    """Reject a grid or sequences for the method `tolerance`."""
     if grid is not None:
         raise UserError("The method 'tolerance' takes its thresholds from the data that it tests; leave out --grid.")
     if recording.sequences is not None:
@@ -254,6 +259,7 @@ def _check_tolerance(recording: Trajectory, grid: Trajectory | None) -> None:
 
 
 def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
+    """The candidate thresholds of a calibration on a live run, which ran all of them."""
     check_live_target(target)
     contents, gate = runs.contents, runs.rule.gate
     if gate is not None:
@@ -265,7 +271,7 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
             f"This live run is of {what}, so it can check a guarantee (loopscope check) but not make this one; run "
             "candidates of the readout, without --policy."
         )
-    _check_size(runs, runs, target, split=True)
+    _check_enough_units(runs, runs, target, split=True)
     walk = walk_live_runs(runs, target)
     tested = DataSummary(
         sha256=runs.run_sha256,
@@ -284,7 +290,7 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
 
 
 def check_live_target(target: RiskTarget) -> None:
-    """Rejects what cannot be asked of text that is run."""
+    """Reject options of a guarantee that a live run of text cannot have."""
     names = ("in_expectation", "per_difficulty", "unseen", "distinct", "new_inputs")
     wrong = [name for name in names if getattr(target, name)] + ["method"] * (target.method == "tolerance")
     if wrong:
@@ -293,15 +299,15 @@ def check_live_target(target: RiskTarget) -> None:
         )
 
 
-def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
-    """The candidate with the fewest loops of those that are proven, with its certificate; or `NotProven`."""
+def _test_candidates(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
+    """Test the candidates: the proven one with the fewest loops and its certificate, or raise `NotProven`."""
     walks = candidates.walks
     level = None if target.delta is None else target.delta / len(walks)
     passed = [walk.proven(target.max_drop, level, proof) for walk in walks]
     best = min(range(len(walks)), key=lambda number: walks[number].fewest_loops(passed[number]))
     walk = walks[best]
     if walk.fewest_loops(passed[best]) > walk.num_loops - _ROUNDING:
-        raise _refusal(candidates, target, proof)
+        raise _not_proven(candidates, target, proof)
     place = int(walk.loops[: passed[best]].argmin())
     policy = candidates.policy(walk.readout, float(walk.thresholds[place]))
     return replace(
@@ -310,13 +316,14 @@ def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolic
 
 
 def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]:
+    """The readouts among which a calibration chooses: the named one, or all that the recordings allow."""
     if target.readout != AUTO:
         return [target.readout]
     return [name for name in available_readouts(*recordings) if not needs_labels(name)]
 
 
 def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout: str) -> None:
-    """Rejects a recording without an earlier exit, and gates that were fitted to it, also as attached signals."""
+    """Reject a recording of one loop for calibration, and gates that were fitted to it."""
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
     check_attached(recording, None if readout == AUTO else readout)
@@ -324,7 +331,8 @@ def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout:
         gate.check_calibration(recording)
 
 
-def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
+def _check_with_grid(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
+    """Check the recording of a calibration and the recording that proposes its thresholds."""
     check_recording(recording, gates, readout)
     if grid is not None:
         check_split(grid)
@@ -337,25 +345,25 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
 
 
 def proposing_rows(counted: Trajectory, seed: int) -> NDArray[np.bool_]:
-    """[N] whether an example is of the fifth of the units, drawn at random, that gives the grid."""
+    """[N] whether an example is in the random fifth of the units that proposes thresholds."""
     (all_units,) = risk_groups(counted, per_difficulty=False)
     proposing = np.zeros(all_units.units, dtype=bool)
-    proposing[np.random.default_rng(seed).permutation(all_units.units)[: set_aside(all_units.units)]] = True
+    proposing[np.random.default_rng(seed).permutation(all_units.units)[: proposing_unit_count(all_units.units)]] = True
     return np.asarray(proposing[all_units.unit])
 
 
 def split_rows(recording: Trajectory, target: RiskTarget, seed: int) -> tuple[Trajectory, Trajectory]:
-    """Those that propose, and those that test; too few of them are refused."""
+    """Split a recording into examples that propose thresholds and examples that test them."""
     if unit_count(recording) < 2:
         raise too_few(0, None, recording, target, split=True)
     proposing = proposing_rows(recording, seed)
     tested = recording.take(~proposing)
-    _check_size(recording, tested, target, split=True)
+    _check_enough_units(recording, tested, target, split=True)
     return recording.take(proposing), tested
 
 
-def _check_size(counted: Recorded, tested: Recorded, target: RiskTarget, split: bool) -> None:
-    """Refuses difficulties (also those that are not among the tested at all) with too few tested units."""
+def _check_enough_units(counted: Recorded, tested: Recorded, target: RiskTarget, split: bool) -> None:
+    """Reject a calibration in which a difficulty has too few tested units."""
     units = {group.difficulty: 0 for group in risk_groups(counted, target.per_difficulty)}
     units |= {group.difficulty: group.units for group in risk_groups(tested, target.per_difficulty)}
     smallest = min(units, key=units.__getitem__)
@@ -365,7 +373,7 @@ def _check_size(counted: Recorded, tested: Recorded, target: RiskTarget, split: 
 
 
 def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[Walk]:
-    """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
+    """Walk the tested data with the readouts that need the fewest loops on the proposing data.
 
     Of many candidates two are tested, at half of delta each; one, where the guarantee is on average (a choice by the
     tested data would bias it) or the data are too few for more.
@@ -377,13 +385,15 @@ def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory,
 
 
 def proposals(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list["Proposal"]:
-    """The thresholds of these readouts; first comes the one that takes the fewest loops on the proposing data."""
-    rooms = {group.difficulty: _room(group, target) for group in risk_groups(tested, target.per_difficulty)}
+    """Propose thresholds of these readouts; the readout with the fewest loops on the proposing data comes first."""
+    rooms = {group.difficulty: _allowed_loss(group, target) for group in risk_groups(tested, target.per_difficulty)}
     return sorted((_propose(name, proposing, rooms, target) for name in candidates), key=lambda each: each.loops)
 
 
 @dataclass(frozen=True)
 class Proposal:
+    """The thresholds of a readout that a calibration may test, in their order, and the expected loops."""
+
     readout: str
     thresholds: Curve  # laxest first
     order: NDArray[np.int64] | None
@@ -391,6 +401,7 @@ class Proposal:
 
 
 def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> Proposal:
+    """Propose thresholds of a readout, ordered by their loss on the proposing data."""
     thresholds = gap_grid(readout, proposing)
     walk = walk_thresholds(readout, thresholds, proposing, target)
     loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.risk_groups]))
@@ -399,8 +410,8 @@ def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, f
     return Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
 
 
-def _room(group: RiskGroup, target: RiskTarget) -> float:
-    """The largest observed loss with which so many units still prove a threshold (a hundredth of one, if none does)."""
+def _allowed_loss(group: RiskGroup, target: RiskTarget) -> float:
+    """The largest observed loss that still proves a threshold for a group (at least a hundredth of one loss)."""
     return max(max_losses(group.units, target.max_drop, target.delta), 0.01) / group.units
 
 
@@ -414,6 +425,7 @@ def _certificate(
     target: RiskTarget,
     proof: Proof,
 ) -> Certificate:
+    """The certificate of a calibrated policy: its guarantee with the evidence, and its exits."""
     outcome, sequences = outcome_of(policy, walk.data), walk.data.sequences is not None
     lost = outcome.lost(target.loss)
     p: list[float | None] = [None] * len(walk.risk_groups)
@@ -457,7 +469,8 @@ def _certificate(
     return Certificate(guarantee=guarantee, exits=CalibrationExits.of(depths, walk.num_loops, sequences))
 
 
-def _refusal(candidates: Candidates, target: RiskTarget, proof: Proof) -> NotProven:
+def _not_proven(candidates: Candidates, target: RiskTarget, proof: Proof) -> NotProven:
+    """The error `NotProven` after a failed calibration: the loss of the safest threshold, and what to do."""
     walk, live = candidates.walks[0], isinstance(candidates.counted, LiveRuns)
     first = count_leading(walk.loops > walk.num_loops - _ROUNDING)
     if first == len(walk.thresholds):

@@ -1,4 +1,4 @@
-"""What should be known of a guarantee that was made, although nothing about it is wrong? Said in words, as warnings.
+"""Where is a valid guarantee weaker than it looks? Cautions about copies and models that guess, as warnings.
 
 A model that is right no more often than a guess is the first of it; a diagnosis asks here, too.
 
@@ -25,12 +25,12 @@ _AT_CHANCE: dict[Loss, str] = {
 
 
 def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
-    """Where a guarantee that `recorded` gave says less than it seems to."""
+    """Warn where a guarantee is weaker than it looks: copies, or a model that is no better than guessing."""
     guarantee = policy.guarantee
     assert guarantee is not None
     if isinstance(recorded, Trajectory):
         if not guarantee.distinct and not guarantee.new_inputs:
-            yield from _copies(recorded)
+            yield from _copy_cautions(recorded)
         recorded = population(recorded, guarantee)
     right = guarantee.full_depth_accuracy
     if guarantee.loss == "gap" and right is not None and right <= guarantee.max_drop:
@@ -39,11 +39,11 @@ def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
             f"exit could lose more than {100 * guarantee.max_drop:g} %; ask for less, or try --loss disagreement."
         )
     elif recorded.labels is not None:
-        yield from _not_above_chance(recorded, guarantee.loss)
+        yield from _guessing_caution(recorded, guarantee.loss)
 
 
-def _copies(recording: Trajectory) -> Iterator[str]:
-    """Known by their texts, or by their scores; signals alone may have few values without any copy."""
+def _copy_cautions(recording: Trajectory) -> Iterator[str]:
+    """Warn about copies of examples, found by their texts or scores (signals may have few values without copies)."""
     if recording.sequences is not None:
         return
     if recording.examples is not None:
@@ -61,11 +61,11 @@ def _copies(recording: Trajectory) -> Iterator[str]:
         )
 
 
-def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:
-    """A model that knows nothing loses nothing: by an exact binomial test, as in a diagnosis."""
+def _guessing_caution(recorded: Recorded, loss: Loss) -> Iterator[str]:
+    """Warn about a model that is not above chance, by an exact binomial test: it has nothing to lose."""
     labels = recorded.labels
     assert labels is not None
-    if (labels == labels[0]).all():  # whatever is always right cannot be told from knowledge
+    if (labels == labels[0]).all():  # a constant answer cannot be told from knowledge
         return
     answers, logits = (
         (recorded.full_depth, None) if isinstance(recorded, LiveRuns) else (recorded.predicted[:, -1], recorded.logits)
@@ -79,7 +79,7 @@ def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:
 
 
 def guess_accuracy(labels: NDArray[Any], known: NDArray[Any], logits: NDArray[Any] | None = None) -> float:
-    """The accuracy [N] of drawing an answer by lot, or of always giving the label that is commonest in `known` [M].
+    """[N] the accuracy of guessing: by lot, or always the commonest label in `known` [M].
 
     Other data may choose that label, so that a shift of the labels is nobody's knowledge. Without `logits` [N, T, V],
     which say how many answers an example has, nothing is drawn by lot.
@@ -93,5 +93,5 @@ def guess_accuracy(labels: NDArray[Any], known: NDArray[Any], logits: NDArray[An
 
 
 def beats_guessing(right: NDArray[np.bool_], guessed: float) -> bool:
-    """Whether so many are right [N] that guessing hardly reaches it: a one-sided exact binomial test at 5 %."""
+    """Whether a model with these right answers [N] beats guessing: a one-sided exact binomial test at 5 %."""
     return bool(binom.sf(int(right.sum()) - 1, len(right), guessed) <= SIGNIFICANCE)

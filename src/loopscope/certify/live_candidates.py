@@ -29,7 +29,7 @@ from loopscope.trajectory import Trajectory
 
 CANDIDATES = 12
 _MAX_REPLAYED_LOSS = 1.2
-"""What a candidate may lose in a replay, by what is allowed: live runs mostly lose more."""
+"""The loss that a candidate may have in a replay, as a multiple of the limit: live runs mostly lose more."""
 _ROUNDING = 1e-9
 """Averages of loops are exact to this."""
 
@@ -38,7 +38,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LiveCandidates:
-    """What is to be run, and on which documents."""
+    """The candidate policies of a live run, and the documents to run them on."""
 
     rule: ExitPolicy  # the first
     thresholds: Values  # [C] the most cautious first
@@ -56,7 +56,7 @@ def propose_candidates(
     gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
 ) -> LiveCandidates:
-    """Thresholds that a recording of a text, made at full depth, proposes to be run live with this cache."""
+    """Propose candidate policies for a live run with this cache, from a full-depth recording of the text."""
     gates = {} if gates is None else gates
     check_live_target(target)
     check_recording(recording, gates, target.readout)
@@ -92,6 +92,6 @@ def propose_candidates(
 
 
 def candidate_p_values(runs: LiveRuns, target: RiskTarget, proof: Proof) -> Values:
-    """[C] of "the risk of a candidate is above the limit"."""
+    """[C] p-values of "the risk of a candidate is above the limit", from a live run."""
     assert target.delta is not None
     return np.asarray(walk_live_runs(runs, target).p_values(target.max_drop, target.delta, proof)[0])

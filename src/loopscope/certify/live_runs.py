@@ -35,7 +35,7 @@ _BY_DECISION = ("full_depth", "labels", "sequences")
 
 
 class LiveContents(Settings, frozen=True, kw_only=True):
-    """What the manifest of a live run says of it."""
+    """The contents of a live run in its manifest."""
 
     split: str | None
     cache: CacheMode
@@ -48,13 +48,13 @@ class LiveContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LiveRuns:
-    """Documents that were run with every candidate, the most cautious first."""
+    """A live run: the exits and answers of documents under every candidate policy, the most cautious first."""
 
     rule: ExitPolicy  # the first candidate
     thresholds: NDArray[np.float64]  # [C]
     loops: Array  # [C, N] that each token took
-    predictions: Array  # [C, N] what each said
-    full_depth: Array  # [N] what full depth says
+    predictions: Array  # [C, N] the answers of each candidate
+    full_depth: Array  # [N] the answers at full depth
     labels: Array  # [N] the token that came
     sequences: Array  # [N] the document
     contents: LiveContents
@@ -66,7 +66,7 @@ class LiveRuns:
         reject(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        """What a file may say, and what would be counted wrongly."""
+        """What is wrong with the file of a live run."""
         shape = np.shape(self.loops)
         expected = dict.fromkeys(_BY_CANDIDATE, shape) | dict.fromkeys(_BY_DECISION, shape[1:])
         for name, size in (expected | {"thresholds": shape[:1]}).items():
@@ -98,12 +98,12 @@ class LiveRuns:
 
     @property
     def sha256(self) -> str:
-        """Of the recording that was run."""
+        """The hash of the recording that was run live."""
         return self.contents.recording
 
     @cached_property
     def run_sha256(self) -> str:
-        """Of what was run, and what it said."""
+        """The hash of the live run: its policies and their outcomes."""
         sha = hashlib.sha256()
         for name in (*_BY_CANDIDATE, *_BY_DECISION):
             sha.update(np.ascontiguousarray(getattr(self, name)).data)
@@ -125,9 +125,9 @@ class LiveRuns:
         return replace(self.rule, threshold=float(self.thresholds[place]), certificate=None)
 
     def find(self, policy: ExitPolicy) -> int:
-        """Which of the candidates this policy is; one that was not run, or is not for what was run, is refused."""
+        """The place of a policy among the candidates; reject a policy that was not run."""
         policy.check(self.provenance.get("weights_sha256"), self.contents.num_loops, self.scope)
-        ours, theirs = ((each.readout, each.gate and digest(_weights(each))) for each in (self.rule, policy))
+        ours, theirs = ((each.readout, each.gate and digest(_gate_arrays(each))) for each in (self.rule, policy))
         found = np.flatnonzero(self.thresholds == policy.threshold) if ours == theirs else np.empty(0)
         if not len(found):
             raise UserError(
@@ -160,9 +160,10 @@ class LiveRuns:
 
 
 Recorded: TypeAlias = Trajectory | LiveRuns
-"""What a policy can be checked on: it is replayed, or was run."""
+"""A policy can be checked on a recording, by a replay, or on a live run."""
 
 
-def _weights(policy: ExitPolicy) -> dict[str, Any]:
+def _gate_arrays(policy: ExitPolicy) -> dict[str, Any]:
+    """The arrays of a policy's gate as lists, to compare policies."""
     assert policy.gate is not None
     return {name: np.asarray(values).tolist() for name, values in policy.gate.tensors.items()}

@@ -1,4 +1,4 @@
-"""What does an early exit lose, and who is counted? Losses against full depth, of examples or of sequences.
+"""What does an early exit lose, and which units count? Losses against full depth, of examples or sequences.
 
 Shapes: N examples, T loops, n examples of a group.
 """
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.frontier import totals
+from loopscope.frontier import totals_at_exit
 from loopscope.policy import DataSummary, Loss
 from loopscope.trajectory import Trajectory
 
 Values = NDArray[np.float64]
 
 _UNITS_AT_ONCE = 1 << 12
-"""Whose losses at every threshold are looked at together."""
+"""The number of units whose losses at every threshold are computed together."""
 _MAX_LEVELS = 50
 """Difficulties of more levels than this have no mix that could be listed."""
 
 
 class Counted(Protocol):
-    """What is counted: examples, or the sequences that they belong to, perhaps of several difficulties."""
+    """Examples or sequences that a guarantee counts, with their difficulties."""
 
     @property
     def num_examples(self) -> int: ...
@@ -38,7 +38,7 @@ class Counted(Protocol):
 
 @dataclass(frozen=True)
 class RiskGroup:
-    """The examples for which a guarantee is made: all, or those of one difficulty."""
+    """The examples that a guarantee limits the risk of: all of them, or those of one difficulty."""
 
     difficulty: float | None
     rows: NDArray[np.int64]  # [n]
@@ -55,12 +55,12 @@ class RiskGroup:
         return self.units == len(self.rows)
 
     def means(self, values: NDArray[Any]) -> Values:
-        """[units] the average over its examples of what each of [N] is worth."""
+        """[units] the mean over each unit's examples of values [N]."""
         return np.bincount(self.unit, values[self.rows] * self.weights, self.units).astype(np.float64)
 
     def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
-        """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
-        return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
+        """[G] the sum over units of values [N, T], taken at the loop where each threshold exits."""
+        return totals_at_exit(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
 
     def unit_losses(
         self,
@@ -70,7 +70,7 @@ class RiskGroup:
         columns: NDArray[np.int64],
         order: NDArray[np.int64],
     ) -> Iterator[Values]:
-        """[b, G] what some units after the other, in this order, lose where each of these thresholds stops them."""
+        """[b, G] the losses of units, in this order and some at a time, at each threshold."""
         place = np.empty_like(order)
         place[order] = np.arange(self.units)
         place = place[self.unit]
@@ -93,18 +93,20 @@ class RiskGroup:
 
 
 def risk_groups(trajectory: Counted, per_difficulty: bool) -> list[RiskGroup]:
+    """The groups whose risk a guarantee limits: all examples together, or one group per difficulty."""
     if not per_difficulty:
-        return [_group(trajectory, None, np.arange(trajectory.num_examples))]
+        return [_risk_group(trajectory, None, np.arange(trajectory.num_examples))]
     if trajectory.difficulty is None:
         raise UserError(
             "The recording has no difficulties, so nothing can be guaranteed or checked for each of them; ask for all "
             "together (leave out --per-difficulty), or give them: Trajectory(difficulty=...)."
         )
     levels = np.unique(trajectory.difficulty)
-    return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
+    return [_risk_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
 
 
-def _group(trajectory: Counted, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
+def _risk_group(trajectory: Counted, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
+    """One risk group: its rows, and the unit (example or sequence) of each."""
     if trajectory.sequences is None:
         return RiskGroup(difficulty, rows, np.arange(len(rows)), len(rows))
     numbers, unit = np.unique(trajectory.sequences[rows], return_inverse=True)
@@ -112,19 +114,19 @@ def _group(trajectory: Counted, difficulty: float | None, rows: NDArray[np.int64
 
 
 def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
-    """[N, T] what an exit at each loop would lose against full depth."""
+    """[N, T] whether an exit at each loop loses against full depth."""
     if loss == "gap":
         return trajectory.correct[:, -1:] & ~trajectory.correct
     return np.asarray(trajectory.predicted != trajectory.predicted[:, -1:])
 
 
 def lost_at(loss: Loss, trajectory: Trajectory, loops: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N] what exits at these loops [N] lose."""
+    """[N] whether the exit of each example at its loop [N] loses against full depth."""
     return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
 
 
 class Population(Protocol):
-    """For which examples a guarantee is asked, or was made."""
+    """The options of a guarantee that choose its examples: unseen, distinct or new inputs."""
 
     @property
     def unseen(self) -> bool: ...
@@ -137,7 +139,7 @@ class Population(Protocol):
 def population(
     trajectory: Trajectory, which: Population, drawn: int | None = None, *, ordered: bool = False
 ) -> Trajectory:
-    """The examples for which a guarantee is made: all, or only some.
+    """The examples that a guarantee is for: all of a recording, or only unseen, distinct or new inputs.
 
     New inputs are estimated by those that occur once, after Good and Turing: of N draws, the share of inputs with a
     loss among those that occur once is on average that among the inputs which N - 1 draws do not hold. So it depends on
@@ -155,14 +157,14 @@ def population(
 
 
 def drawn_for(trajectory: Trajectory, which: Population) -> int | None:
-    """How many examples were drawn, of which those count that are distinct or occur once; None where all count."""
+    """The number of drawn examples if only distinct or new inputs count; None if all examples count."""
     if not (which.distinct or which.new_inputs):
         return None
     return trajectory.unseen().num_examples if which.unseen else trajectory.num_examples
 
 
 def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:
-    """How many examples there are of each difficulty; None without difficulties, or with very many."""
+    """The number of examples of each difficulty; None without difficulties, or with very many."""
     if trajectory.difficulty is None:
         return None
     found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
@@ -171,7 +173,7 @@ def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:
 
 
 def summarise_data(trajectory: Trajectory) -> DataSummary:
-    """What a certificate keeps of the data that were tested, or that proposed its thresholds."""
+    """Summarise the data that a certificate rests on: tested data, or the data that proposed its thresholds."""
     return DataSummary(
         sha256=trajectory.sha256,
         split=trajectory.split,
@@ -183,4 +185,5 @@ def summarise_data(trajectory: Trajectory) -> DataSummary:
 
 
 def unit_count(trajectory: Counted) -> int:
+    """The number of independent units of a recording: examples or sequences."""
     return risk_groups(trajectory, per_difficulty=False)[0].units

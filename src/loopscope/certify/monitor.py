@@ -1,4 +1,4 @@
-"""Is what comes still like what a policy was calibrated on? Two tests on a stream, valid whenever they are looked at.
+"""Is a stream still like a policy's calibration data? Two tests that are valid whenever you look at them.
 
 The tests bet on the order of a stream. The rows of a recording have an order of their own (sorted, grouped, each input
 where it came first), which says nothing about time. So a recording is played in an order that is drawn at random,
@@ -37,20 +37,20 @@ from loopscope.policy import Certificate, ExitPolicy, Share
 from loopscope.trajectory_checks import as_array
 
 _NOT_STAKED = 0.5
-"""Of the wealth that is spread: what is not staked."""
+"""The share of the wealth that stays out of the bets."""
 _HALF_SPREAD_STEPS = 300
-"""After so many steps half as much is spread anew in a step as at first."""
+"""After this many steps, each step redistributes half as much wealth as at first."""
 _MAX_LOG_E = 700.0
-"""The logarithm of the largest e-value that is told as a number."""
+"""The logarithm of the largest e-value that is reported as a number."""
 _RANK_CUTS = (0.03, 0.2, 0.5, 0.8, 0.97)
 """Of ranks. They must not come from the calibration data, given which ranks are no longer uniform."""
 _FEWER_OR_MORE = (0.5, 0.75, 4 / 3, 2.0)
 _MORE = (1.5, 2.0, 3.0, 6.0, 20.0)
-"""By which the odds change that a bet is on."""
+"""The factors by which a bet assumes that the odds change."""
 
 
 class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What bets on a stream have earned so far, and where it began to grow."""
+    """The wealth of a monitor's bets on a stream, and since when it grows."""
 
     shares: list[Annotated[float, msgspec.Meta(ge=0, le=1)]]  # of the wealth, on each bet; the first is to keep it
     steps: Tally = 0
@@ -59,10 +59,10 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lowest: float = 0.0
     since: Tally = 0  # the example after which it was lowest: about where a change began
     count: Tally = 0  # of units since then
-    total: float = 0.0  # of what was observed on them
+    total: float = 0.0  # the sum of the observations since then
 
     def grow(self, payoffs: Sequence[float], observed: float, example: int) -> None:
-        """By bets that pay so much for 1, the first of them 1, on what was observed at `example` of the stream."""
+        """Update the wealth by the payoffs of all bets (the first is 1) on the observation at `example`."""
         won = list(map(mul, self.shares, payoffs))
         wealth = sum(won)
         anew = 1 / (_HALF_SPREAD_STEPS + self.steps)
@@ -89,16 +89,17 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def mean(self) -> float | None:
-        """Of what was observed since about the change."""
+        """The mean of the observations since the change."""
         return self.total / self.count if self.count else None
 
 
-def start(bets: int) -> Wealth:
+def starting_wealth(bets: int) -> Wealth:
+    """The wealth of a monitor before its first bet."""
     return Wealth(shares=[_NOT_STAKED, *[(1 - _NOT_STAKED) / bets] * bets])
 
 
 class Bets:
-    """On events whose probability is at most (or just) so much: that their odds are other ones by a factor."""
+    """A monitor's bets that an event is more probable than calibration allows, by each of some factors."""
 
     def __init__(self, probability: float, factors: Sequence[float]) -> None:
         odds = [factor * probability / (1 - probability) for factor in factors]
@@ -111,7 +112,7 @@ class Bets:
 
 
 class RankBets:
-    """Bets that ranks are not uniform: that more of them, or fewer, than there should be lie above a cut."""
+    """A monitor's bets that ranks are not uniform: too many, or too few, lie above a cut."""
 
     def __init__(self) -> None:
         cuts = [Bets(1 - cut, _FEWER_OR_MORE) for cut in _RANK_CUTS]
@@ -121,12 +122,12 @@ class RankBets:
         ]
 
     def payoffs(self, rank: float) -> list[float]:
-        """The same of a rank between 0 and 1; each is 1 on average if it is uniform."""
+        """The payoffs of all bets on a rank between 0 and 1; each is 1 on average if ranks are uniform."""
         return self._payoffs[bisect_right(_RANK_CUTS, rank)]
 
 
 class MeanBets(Bets):
-    """Bets that losses between 0 and 1 are more than `limit` on average."""
+    """A monitor's bets that losses between 0 and 1 exceed `limit` on average."""
 
     def __init__(self, limit: float) -> None:
         super().__init__(limit, _MORE)
@@ -145,6 +146,8 @@ _LOTS_FOR_AUDITS, _LOTS_FOR_ORDER = 1, 2
 
 
 class Alarm(Settings, frozen=True, kw_only=True):
+    """One alarm of a monitor: its test, when it came, and the observed and expected values."""
+
     test: Literal["exits", "risk"]
     direction: Literal["earlier", "later", "higher"]
     example: Count  # the first at which the evidence sufficed, counted from 1
@@ -154,7 +157,7 @@ class Alarm(Settings, frozen=True, kw_only=True):
 
 
 class MonitorResult(Settings, frozen=True, kw_only=True):
-    """What a monitor has seen, and says, so far."""
+    """The result of a monitor so far: the alarms, and the size of the stream."""
 
     alarm: bool
     alarms: list[Alarm]  # the first of each test
@@ -170,10 +173,10 @@ class MonitorResult(Settings, frozen=True, kw_only=True):
 
 
 class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """All that a monitor knows, as it is kept from one process to the next."""
+    """The state of a monitor in its file, with which another process continues."""
 
     schema_version: Literal[2] = 2
-    policy: str  # a hash of what it was calibrated to
+    policy: str  # the hash of the policy
     alpha: Share
     seed: Seed
     counts: list[Tally]  # of exits, the calibration data's and the stream's
@@ -225,12 +228,12 @@ class Monitor:
         self._enough = log(2 if self.watches_risk else 1) - log(alpha)
         self._rank_bets, self._mean_bets = RankBets(), MeanBets(self.guarantee.max_drop)
         self._state = MonitorFile(
-            policy=_identity(policy),
+            policy=_policy_digest(policy),
             alpha=alpha,
             seed=seed,
             counts=list(self.calibration.counts),
-            exits=start(RANK_BETS),
-            risk=start(MEAN_BETS),
+            exits=starting_wealth(RANK_BETS),
+            risk=starting_wealth(MEAN_BETS),
             alarms=[],
         )
 
@@ -369,10 +372,10 @@ class Monitor:
         """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")
-        if state.policy != _identity(policy):
+        if state.policy != _policy_digest(policy):
             raise UserError(f"{path} watches the stream of another policy; begin a new monitor for this one.")
         monitor = cls(policy, state.alpha, state.seed)
-        if not is_intact(state) or _sizes(state) != _sizes(monitor._state):
+        if not is_intact(state) or _state_sizes(state) != _state_sizes(monitor._state):
             raise UserError(f"{path} was altered since it was written; begin a new monitor.")
         monitor._state = state
         return monitor
@@ -385,11 +388,11 @@ class Monitor:
             )
 
     def _checked(self, exit_loops: ArrayLike, losses: ArrayLike | None) -> tuple[Values, Values]:
-        depths = _vector(exit_loops, "Exit loops")
+        depths = _stream_vector(exit_loops, "Exit loops")
         lost = np.full(len(depths), np.nan)
         if losses is not None:
             self._check_audited()
-            lost = _vector(losses, "Losses", flags=True)
+            lost = _stream_vector(losses, "Losses", flags=True)
         reject(self._problems(depths, lost))
         return depths, np.clip(lost, 0, 1)
 
@@ -448,10 +451,11 @@ class Monitor:
             what = f"{state.examples:,} {unit}{'' if state.examples == 1 else 's'}"
             how = f"{state.risk.steps:,} audited" if self.watches_risk else "exits alone are watched"
             return f"No alarm in {what} ({how}), which is no proof that nothing has changed."
-        return " ".join(_words(alarm, unit, state.in_order) for alarm in state.alarms)
+        return " ".join(_alarm_sentence(alarm, unit, state.in_order) for alarm in state.alarms)
 
 
-def _words(alarm: Alarm, unit: str, in_order: bool) -> str:
+def _alarm_sentence(alarm: Alarm, unit: str, in_order: bool) -> str:
+    """The sentence of one alarm."""
     began = f"Alarm at {unit} {alarm.example:,}: since about {unit} {alarm.since + 1:,}"
     if not in_order:
         began = f"Alarm after {alarm.example:,} {unit}{'' if alarm.example == 1 else 's'} in random order:"
@@ -467,6 +471,7 @@ def _words(alarm: Alarm, unit: str, in_order: bool) -> str:
 
 
 def _certificate_of(policy: ExitPolicy) -> Certificate:
+    """The certificate of a policy; reject a policy that a monitor cannot watch."""
     if policy.certificate is None:
         raise UserError("This policy guarantees nothing, so there is nothing to monitor; calibrate one.")
     counts, loops = policy.certificate.exits, policy.certificate.guarantee.loops
@@ -475,16 +480,19 @@ def _certificate_of(policy: ExitPolicy) -> Certificate:
     return policy.certificate
 
 
-def _identity(policy: ExitPolicy) -> str:
+def _policy_digest(policy: ExitPolicy) -> str:
+    """The hash of a policy, by which a monitor's file recognises it."""
     threshold = None if policy.threshold is None else float(policy.threshold)
     return digest([policy.readout, threshold, policy.model, policy.certificate])
 
 
-def _sizes(state: MonitorFile) -> list[int]:
+def _state_sizes(state: MonitorFile) -> list[int]:
+    """The lengths of the lists in a monitor's file, to check it."""
     return [len(each) for each in (state.counts, state.exits.shares, state.risk.shares)]
 
 
-def _vector(values: ArrayLike, name: str, flags: bool = False) -> Values:
+def _stream_vector(values: ArrayLike, name: str, flags: bool = False) -> Values:
+    """Convert exits or losses of a stream to a vector of numbers."""
     found = as_array(values, name)
     if found.ndim != 1 or (found.dtype.kind == "b" and not flags):
         raise UserError(f"{name} must be a vector of numbers, one for each unit of the stream.")

@@ -1,4 +1,4 @@
-"""What is said where a guarantee cannot be made? Why, and how many examples it would take."""
+"""Why can no guarantee be given? The error with its reason, and how many examples a guarantee would take."""
 
 from itertools import count
 from math import ceil
@@ -12,7 +12,7 @@ GRID_SHARE = 0.2
 
 
 class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
-    """No threshold that saves anything could be proven; `needed` is about how many examples would do, if any would."""
+    """No threshold that exits early is proven safe; about `needed` examples would prove one (None: no number)."""
 
     def __init__(self, message: str, needed: int | None) -> None:
         super().__init__(message)
@@ -20,13 +20,13 @@ class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
 
 
 def too_few(tested: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> NotProven:
-    """Even without any loss so many tested units would be too few; `split`: a part of the recording is not tested."""
+    """The error for too few tested units: even without any loss they could not prove a threshold."""
     needed = min_units(target.max_drop, target.delta)
     assert needed is not None
-    record = _to_record(needed, difficulty, counted, target, split)
+    record = _number_to_record(needed, difficulty, counted, target, split)
     return NotProven(
-        f"Even if exiting early lost nothing, {target} takes {needed:,} tested {_what(difficulty, counted)}, and there "
-        f"are {tested:,}; record {record:,} in all{_population(target)}, or ask for less.",
+        f"Even if exiting early lost nothing, {target} takes {needed:,} tested {_unit_words(difficulty, counted)}, and "
+        f"there are {tested:,}; record {record:,} in all{_population_words(target)}, or ask for less.",
         record,
     )
 
@@ -41,7 +41,7 @@ def not_safe(
     split: bool,
     remedy: str = "try another readout, or ask for less",
 ) -> NotProven:
-    """Not even the safest is proven; this group loses the most by it.
+    """The error if even the safest threshold is not proven; this group loses the most with it.
 
     `spread` is the variance of the losses of its units, where bets on them were the test. What was tested is used up:
     a second test on it has two chances at a guarantee that allows for one. Attempts on fresh data add up, too: each may
@@ -53,41 +53,44 @@ def not_safe(
     else:
         needed = min_units(target.max_drop, level, rate, group.binary)
     of = "of" if counted.sequences is None else "of the answers, on average over"
-    tested = f"{group.units:,} tested {_what(group.difficulty, counted)}"
+    tested = f"{group.units:,} tested {_unit_words(group.difficulty, counted)}"
     observed = f"Even {safest} loses {100 * rate:.2f} % {of} the {tested}"
-    others = f"on other {_units(counted)}: a second test on these would guarantee nothing"
+    others = f"on other {_unit_word(counted)}: a second test on these would guarantee nothing"
     if target.delta is not None:
         others += f", and every attempt adds its own {100 * target.delta:.3g} % to the chance of a broken guarantee"
     if needed is None:
         return NotProven(f"{observed}, so no number of them would prove it; {remedy}, {others}.", None)
-    record = _to_record(needed, group.difficulty, counted, target, split)
+    record = _number_to_record(needed, group.difficulty, counted, target, split)
     return NotProven(
-        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} others{_population(target)}, or "
-        f"{remedy}, {others}.",
+        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} others"
+        f"{_population_words(target)}, or {remedy}, {others}.",
         record,
     )
 
 
-def _units(counted: Counted) -> str:
+def _unit_word(counted: Counted) -> str:
+    """The word for the units of a recording: examples or sequences."""
     return "examples" if counted.sequences is None else "sequences"
 
 
-def _what(difficulty: float | None, counted: Counted) -> str:
-    return _units(counted) if difficulty is None else f"{_units(counted)} of difficulty {difficulty:g}"
+def _unit_words(difficulty: float | None, counted: Counted) -> str:
+    """The units that a guarantee tests, in words, with their difficulty."""
+    return _unit_word(counted) if difficulty is None else f"{_unit_word(counted)} of difficulty {difficulty:g}"
 
 
-def _population(target: RiskTarget) -> str:
+def _population_words(target: RiskTarget) -> str:
+    """The words for the examples that a guarantee is for, such as "that training did not have"."""
     once = ", each input once" * target.distinct + ", of which so many inputs occur once" * target.new_inputs
     return " that training did not have" * target.unseen + once
 
 
-def _to_record(needed: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> int:
-    """How many must be recorded to have so many tested ones of a difficulty, if that keeps its share."""
+def _number_to_record(needed: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> int:
+    """The number of examples to record for `needed` tested units of a difficulty, if its share stays."""
     units = {group.difficulty: group.units for group in risk_groups(counted, target.per_difficulty)}
     tested = ceil(needed * unit_count(counted) / units.get(difficulty, unit_count(counted)) - 1e-9)
-    return next(total for total in count(tested) if total - (set_aside(total) if split else 0) >= tested)
+    return next(total for total in count(tested) if total - (proposing_unit_count(total) if split else 0) >= tested)
 
 
-def set_aside(units: int) -> int:
-    """How many of the units of a recording propose, where no other recording does."""
+def proposing_unit_count(units: int) -> int:
+    """The number of units of a recording that propose thresholds, if no other recording proposes them."""
     return max(1, round(GRID_SHARE * units))

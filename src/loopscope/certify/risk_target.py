@@ -23,7 +23,7 @@ _WORDS_OF_SEQUENCES: dict[Loss, str] = {
 
 
 class RiskOptions(TypedDict, total=False):
-    """What a target says beside its limit and its confidence."""
+    """The options of a guarantee besides its limit and its confidence."""
 
     loss: Loss
     readout: str

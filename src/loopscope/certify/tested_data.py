@@ -19,8 +19,8 @@ from loopscope.errors import UserError, reject
 from loopscope.leaks import check_apart
 from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy, Guarantee, Loss
-from loopscope.scope import Scope, Unit, counted, scope_of
-from loopscope.trajectory import Trajectory, required
+from loopscope.scope import Scope, Unit, example_count_text, scope_of
+from loopscope.trajectory import Trajectory, require_labels
 
 Array = NDArray[Any]
 
@@ -34,7 +34,7 @@ class Outcome:
 
     loops: NDArray[np.int64]  # [N]
     predicted: Array  # [N]
-    full_depth: Array  # [N] what full depth answers
+    full_depth: Array  # [N] the answers at full depth
     labels: Array | None  # [N]
 
     @classmethod
@@ -47,35 +47,36 @@ class Outcome:
         """[N] whether each loses against full depth."""
         if loss == "disagreement":
             return np.asarray(self.predicted != self.full_depth)
-        labels = required(self.labels)
+        labels = require_labels(self.labels)
         return np.asarray((self.full_depth == labels) & (self.predicted != labels))
 
 
 def outcome_of(policy: ExitPolicy, recorded: Recorded) -> Outcome:
-    """What the policy did there, or would do."""
+    """The outcome of a policy: replayed on a recording, or looked up in a live run."""
     if isinstance(recorded, LiveRuns):
         place = recorded.find(policy)
         return Outcome(recorded.loops[place], recorded.predictions[place], recorded.full_depth, recorded.labels)
     return Outcome.replayed(policy, recorded)
 
 
-def counted_in(recorded: Recorded, which: str) -> str:
-    """How many there are, and of what, in words."""
+def counted_in_words(recorded: Recorded, which: str) -> str:
+    """How many examples a recording or a live run has, in words."""
     sequences = None if recorded.sequences is None else unit_count(recorded)
-    return counted(which, recorded.num_examples, sequences, decision_unit(recorded))
+    return example_count_text(which, recorded.num_examples, sequences, decision_unit(recorded))
 
 
 def decision_unit(recorded: Recorded) -> Unit | None:
+    """The unit of the decisions in a recording or a live run: questions, tokens or answers."""
     return decision_scope(recorded).unit
 
 
 def decision_scope(recorded: Recorded) -> Scope:
-    """What its decisions are, as far as it says."""
+    """The scope of the decisions in a recording or a live run."""
     return recorded.scope if isinstance(recorded, LiveRuns) else scope_of(recorded)
 
 
 def load_recorded(path: Path) -> Recorded:
-    """The recording or the live run in a folder."""
+    """Load a folder: a recording or a live run."""
     try:
         live = read_json(Manifest, path / MANIFEST, "manifest").kind == LIVE
     except (OSError, UserError):  # which a recording says better
@@ -84,7 +85,7 @@ def load_recorded(path: Path) -> Recorded:
 
 
 def guaranteed_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = False) -> Recorded:
-    """The examples for which a guarantee was made; with `ordered` in the order of the recording."""
+    """The examples that a guarantee was made for; with `ordered` in the order of the recording."""
     if isinstance(recorded, LiveRuns):
         if guarantee.unseen or guarantee.distinct or guarantee.new_inputs:
             raise UserError(
@@ -105,7 +106,7 @@ def guaranteed_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool =
 
 
 def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
-    """Rejects the data that the guarantee of a policy rests on, or that its gate was fitted to."""
+    """Reject data that a policy's guarantee rests on, or that its gate was fitted to."""
     assert policy.certificate is not None
     if policy.gate is not None:
         policy.gate.check_calibration(recorded)
@@ -117,6 +118,7 @@ def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
 
 
 def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> Iterator[str]:
+    """Why data are not held out from a guarantee, if they are not."""
     if (guarantee.tested.sequences is None) != (recorded.sequences is None):
         made, here = ("single answers", "texts") if guarantee.tested.sequences is None else ("texts", "single answers")
         yield (

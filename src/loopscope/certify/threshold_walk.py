@@ -26,7 +26,7 @@ UnitLosses = Callable[[RiskGroup, slice, NDArray[np.int64]], Iterator[Curve]]
 
 
 class Proof(Settings, frozen=True, kw_only=True):
-    """How losses of sequences are tested; examples, which are lost or not, have the exact binomial test."""
+    """How to test losses of sequences; losses of single examples always have the exact binomial test."""
 
     bound: Bound
     seed: Tally  # of the order in which sequences are bet on
@@ -38,7 +38,7 @@ class Proof(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Walk:
-    """A readout's thresholds on some examples, in the order in which they are tested."""
+    """The loss and loops of a readout at each threshold, in the order of the tests."""
 
     readout: str
     data: Recorded
@@ -55,7 +55,7 @@ class Walk:
         return np.array([[group.units] for group in self.risk_groups], dtype=np.float64)
 
     def fewest_loops(self, passed: int) -> float:
-        """Of these first thresholds."""
+        """The fewest average loops among the first `passed` thresholds."""
         return float(self.loops[:passed].min(initial=self.num_loops))
 
     def proven(self, alpha: float, level: float | None, proof: Proof) -> int:
@@ -64,15 +64,15 @@ class Walk:
             pairs = zip(self.risk_groups, self.loss, strict=True)
             return min(conformal(loss, group.units, alpha) for group, loss in pairs)
         tried = slice(None)
-        if any(_bet_on(group, proof) for group in self.risk_groups):
+        if any(_tests_by_betting(group, proof) for group in self.risk_groups):
             tried = slice(count_leading(self.worst(alpha) < 1))  # more is lost than is allowed: no bets on that
         return fixed_sequence(self.p_values(alpha, level, proof, tried).max(axis=0), level)
 
     def p_values(self, alpha: float, level: float, proof: Proof, places: slice = slice(None)) -> Curve:
-        """[groups, G] or those of these places in the walk only."""
+        """[groups, G] the p-values of all thresholds, or of some places in the walk."""
         found = []
         for group, loss in zip(self.risk_groups, self.loss, strict=True):
-            if _bet_on(group, proof):
+            if _tests_by_betting(group, proof):
                 blocks = self.unit_losses(group, places, proof.order(group.units))
                 found.append(betting_p_values(blocks, group.units, alpha, level))
             else:
@@ -80,32 +80,33 @@ class Walk:
         return np.stack(found)
 
     def variance(self, number: int, place: int) -> float:
-        """Of the losses of a group's units at this place in the walk."""
+        """The variance of the losses of a group's units at one place in the walk."""
         group = self.risk_groups[number]
         blocks = self.unit_losses(group, slice(place, place + 1), np.arange(group.units))
         return float(np.concatenate(list(blocks)).var())
 
     def worst(self, allowed: float | Curve) -> Curve:
-        """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
+        """[G] the loss of the worst group at each threshold, relative to the loss that is allowed to it."""
         return np.asarray((self.loss / self.units / allowed).max(axis=0))
 
 
-def _bet_on(group: RiskGroup, proof: Proof) -> bool:
+def _tests_by_betting(group: RiskGroup, proof: Proof) -> bool:
+    """Whether the betting bound tests a group: its losses are between 0 and 1."""
     return proof.bound == "betting" and not group.binary
 
 
 def walk_thresholds(
     readout: str, thresholds: Curve, trajectory: Trajectory, target: RiskTarget, order: NDArray[np.int64] | None = None
 ) -> Walk:
-    """Along thresholds that come laxest first, replayed: in this order, or from the strictest on."""
+    """Replay thresholds (laxest first) on a recording, to test them in `order`, or from the strictest on."""
     crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
     places = np.arange(size)[::-1] if order is None else order
     lost = losses(target.loss, trajectory)
     if target.in_expectation:
-        lost = never_falling(lost, crossed, size)
+        lost = monotone_losses(lost, crossed, size)
     elif target.method == "tolerance":
         every = every_threshold(readout, trajectory)
-        lost = never_falling(lost, crossings(readout, every, trajectory), len(every))
+        lost = monotone_losses(lost, crossings(readout, every, trajectory), len(every))
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
     parts = risk_groups(trajectory, target.per_difficulty)
     (all_units,) = risk_groups(trajectory, per_difficulty=False)
@@ -119,7 +120,7 @@ def walk_thresholds(
 
 
 def walk_live_runs(runs: LiveRuns, target: RiskTarget) -> Walk:
-    """Along the candidates of a live run, the most cautious first, as they ran."""
+    """Walk the candidates of a live run, the most cautious first."""
     (documents,) = risk_groups(runs, per_difficulty=False)
     outcomes = [outcome_of(runs.policy(place), runs) for place in range(len(runs.thresholds))]
     columns = [documents.means(each.lost(target.loss)) for each in outcomes]
@@ -134,8 +135,8 @@ def walk_live_runs(runs: LiveRuns, target: RiskTarget) -> Walk:
     return Walk(readout, runs, num_loops, [documents], np.asarray(runs.thresholds), loss, loops, unit_losses)
 
 
-def never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """[N, T] the losses as they count where they must be monotone: whatever a stricter threshold has lost stays lost.
+def monotone_losses(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """[N, T] monotone losses: an example that a stricter threshold loses stays lost.
 
     Towards laxer thresholds an example exits at ever earlier loops, and only at those where some threshold stops it.
     """

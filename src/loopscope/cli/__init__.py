@@ -65,17 +65,18 @@ _ELSEWHERE = {"pretrain": "train", "monitor": "check", "insert": "fit", "demo": 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line of LoopScope; return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     verb = next((word for word in words if not word.startswith("-")), "")
     return run_command(words, lambda: make_parser([verb]))
 
 
 def run_command(words: Sequence[str], make: Any) -> int:
-    """Executes a command with the parser that `make` gives; the exit code."""
+    """Execute a command with the parser that `make` returns; return the exit code."""
     options = argparse.Namespace(resumes=False)
     _open_standard_streams()
     try:
-        _check_words(words)
+        _check_arguments(words)
         _, unknown = make().parse_known_args(words, options)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
@@ -88,7 +89,7 @@ def run_command(words: Sequence[str], make: Any) -> int:
         shown_error = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
         if not isinstance(shown_error, UserError):
             raise
-        if _follows():
+        if _is_silent_worker():
             return 0  # the first worker has the same error; failing here could end it before it has said so
         _print_error(str(shown_error))
     except OSError as error:
@@ -104,7 +105,7 @@ def run_command(words: Sequence[str], make: Any) -> int:
             "where there is one), for fewer examples, or for a lower precision (--dtype bfloat16)."
         )
     except KeyboardInterrupt:
-        if not _follows():
+        if not _is_silent_worker():
             more = "; run the same command again to go on" if options.resumes else ""
             _print_error(f"interrupted{more}.")
         return 130
@@ -112,7 +113,7 @@ def run_command(words: Sequence[str], make: Any) -> int:
 
 
 def _open_standard_streams() -> None:
-    """A stream that the caller closed leads nowhere; otherwise the next file that is opened would take its place."""
+    """Open standard streams that the caller closed, so that no file that is opened next takes their place."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - until the end
@@ -129,12 +130,12 @@ def _output_is_closed() -> bool:
 
 
 def _print_error(text: str) -> None:
-    """One sentence."""
+    """Print the one sentence of an error on standard error."""
     print(f"loopscope: {brief(text)}", file=sys.stderr)
 
 
-def _check_words(words: Sequence[str]) -> None:
-    """Rejects what no name, path or text can be, before it gets anywhere."""
+def _check_arguments(words: Sequence[str]) -> None:
+    """Reject arguments that no name, path or text can be."""
     for word in words:
         no_text = any("\ud800" <= letter <= "\udfff" for letter in word)  # bytes that are not UTF-8
         if no_text or "\0" in word:
@@ -144,7 +145,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """What is said of a recording is said once, in a line."""
+    """Print each warning about a recording once, as a note of one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", RecordingWarning)
         show, shown = warnings.showwarning, set[str]()
@@ -152,7 +153,7 @@ def _warnings_as_notes() -> Iterator[None]:
         def noted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, RecordingWarning):
                 show(message, category, *where, **more)
-            elif str(message) not in shown and not _follows():
+            elif str(message) not in shown and not _is_silent_worker():
                 shown.add(str(message))
                 print(visible(str(message)), file=sys.stderr)
 
@@ -160,13 +161,13 @@ def _warnings_as_notes() -> Iterator[None]:
         yield
 
 
-def _follows() -> bool:
-    """Whether torchrun started this process, and another one speaks for all that it started."""
+def _is_silent_worker() -> bool:
+    """Whether torchrun started this process, and another process prints for all of them."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
 
 
 def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
-    """The parser of the command line, in which these verbs are defined and the others only listed."""
+    """The parser of the command line with the arguments of these verbs; it only lists the other verbs."""
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = Parser(prog="loopscope", description=description, epilog=epilog)
     parser.add_argument(

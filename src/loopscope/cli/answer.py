@@ -70,43 +70,44 @@ def define(subparsers: Any) -> None:
 
 
 def _examples_file(text: str) -> str:
+    """A file of examples, or `-` for standard input."""
     if text != "-":
         inputs.text_file(text, "file with one example a line (- is the standard input)")
     return text
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope answer` was asked."""
+    """Execute `loopscope answer` with its parsed arguments."""
     settings = inputs.finished_run(options.run, options.with_model)
     task = task_of_run(options.run, settings, options.with_task)
     inputs.check_readouts(options.readout)
     options.loops = options.loops or settings.num_loops
-    policy = _policy(options, settings.num_loops)
+    policy = _answering_policy(options, settings.num_loops)
     inputs.check_runs_on(policy, options.run, options.loops)
-    with _lines(options.examples) as lines:
-        reader = _Reader(options.examples, lines, partial(task.parse, longest=settings.block_size))
+    with _example_lines(options.examples) as lines:
+        reader = _ExampleReader(options.examples, lines, partial(task.parse, longest=settings.block_size))
         requests = reader.requests()
         piped = options.examples == "-"  # whoever writes to a pipe need not have begun
         first = list(islice(requests, not piped))
         if not piped and not first and reader.error is None:
             raise UserError(f"There is no example in {options.examples}; write one a line.")
         if reader.error is None:
-            _answer(options, policy, reader, chain(first, requests))
+            _answer_examples(options, policy, reader, chain(first, requests))
     if reader.error is not None:
         raise reader.error
 
 
-def _answer(
-    options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader", requests: Iterable["ls.Request"]
+def _answer_examples(
+    options: argparse.Namespace, policy: ExitPolicy, reader: "_ExampleReader", requests: Iterable["ls.Request"]
 ) -> None:
-    """Answers what is read, and says how it went."""
+    """Answer the examples of a file or of standard input, and print a summary."""
     from loopscope.engine.scheduler import in_order, run
 
     inputs.import_models(options)
     model = ls.load_model(options.run, inputs.device_of(options))
     model.set_depth(options.loops)
     notes, total, right, taken = inputs.unnamed_model(options.policy, policy), 0, 0, 0
-    with _output(options.out) as out:
+    with _answers_output(options.out) as out:
         for answer in in_order(run(model, requests, policy, options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
             while notes:
@@ -123,8 +124,8 @@ def _answer(
             print_note(policy.guarantee.sentence)
 
 
-def _lines(source: str) -> AbstractContextManager[TextIO]:
-    """Bytes that are no text become a character that no example has, so that their line is named."""
+def _example_lines(source: str) -> AbstractContextManager[TextIO]:
+    """The lines of the examples; bytes that are no text become a character that no example has."""
     if source != "-":
         return Path(source).open(encoding="utf-8-sig", errors="replace")
     if isinstance(sys.stdin, TextIOWrapper):
@@ -133,8 +134,8 @@ def _lines(source: str) -> AbstractContextManager[TextIO]:
 
 
 @contextmanager
-def _output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that is there when all is written."""
+def _answers_output(path: Path | None) -> Iterator[TextIO]:
+    """Standard output, or a file that appears when all answers are written."""
     if path is None:
         yield sys.stdout
         return
@@ -142,7 +143,8 @@ def _output(path: Path | None) -> Iterator[TextIO]:
         yield out
 
 
-def _policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
+def _answering_policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
+    """The policy that answers examples: from a file, or from a readout of the run's recordings."""
     if options.policy is not None:
         return inputs.load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
@@ -164,8 +166,8 @@ def _policy(options: argparse.Namespace, trained: int) -> ExitPolicy:
     return replace(choose(readout, validation), gate=gate)
 
 
-class _Reader:
-    """The examples of some lines until the first that is none; those before it are answered all the same."""
+class _ExampleReader:
+    """Reads examples up to the first line that is none; the examples before it are answered."""
 
     def __init__(self, name: str, lines: TextIO, parse: Parse) -> None:
         self._name, self._lines, self._parse = name, lines, parse
@@ -175,7 +177,7 @@ class _Reader:
     def requests(self) -> Iterator["ls.Request"]:
         read = enumerate(iter(partial(self._lines.readline, _MAX_LINE), ""), start=1)
         numbered = ((number, line.strip()) for number, line in read if line.strip())
-        key, size = 0, 1  # the first alone: what is wrong with it is said before a model is loaded
+        key, size = 0, 1  # the first line alone, so that its error comes before a model is loaded
         while self.error is None and (chunk := list(islice(numbered, size))):
             examples = self._parsed(chunk)
             rows = zip(examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
@@ -186,7 +188,7 @@ class _Reader:
             size = _CHUNK
 
     def _parsed(self, chunk: list[tuple[int, str]]) -> Examples:
-        """All examples of these lines, or those before the first that is none, which becomes the error."""
+        """The examples of these lines up to the first that is none, which becomes the error."""
         texts = [text for _, text in chunk]
         try:
             return self._parse(texts)

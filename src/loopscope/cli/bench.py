@@ -106,14 +106,15 @@ def _bench_exits(options: argparse.Namespace) -> None:
     for model in models:
         with working(options, f"measuring {model.name}") as advance:
             results.append(bench_exits(model, options.rounds, size, options.waiting, advance))
-    show(results, options.json, lambda: _print_exits(results))
+    show(results, options.json, lambda: _print_exit_timings(results))
 
 
-def _print_exits(results: "list[ExitBench]") -> None:
+def _print_exit_timings(results: "list[ExitBench]") -> None:
+    """Print the timings of rows and questions under policies."""
     for result in results:
         columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
         columns += ["waiting", "batch", "close", "differ"]
-        full, depth = _accuracy(result.full_accuracy), f"{result.num_loops:.2f}"
+        full, depth = _accuracy_cell(result.full_accuracy), f"{result.num_loops:.2f}"
         rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", "", ""]]
         rows[0] += [str(result.full_batch_size), "", ""]
         for timing in result.policies:
@@ -122,7 +123,7 @@ def _print_exits(results: "list[ExitBench]") -> None:
             speed.append(str(timing.waiting_realised or ""))
             differ = timing.agreement.differing + timing.agreement.close_differing
             last = [str(number) for number in (timing.batch_size, timing.agreement.close, differ)]
-            rows.append([_rule(timing), _accuracy(timing.accuracy), *loops, *speed, *last])
+            rows.append([_exit_timing_rule(timing), _accuracy_cell(timing.accuracy), *loops, *speed, *last])
         title = (
             f"{result.model}: {result.examples:,} examples. loops: mean over examples; by tokens: mean over tokens. "
             f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
@@ -131,11 +132,13 @@ def _print_exits(results: "list[ExitBench]") -> None:
         print_table(title, columns, rows)
 
 
-def _accuracy(share: float | None) -> str:
+def _accuracy_cell(share: float | None) -> str:
+    """An accuracy as a cell of the timings."""
     return "" if share is None else percent(share)
 
 
-def _rule(timing: "ExitTiming | GenerationTiming") -> str:
+def _exit_timing_rule(timing: "ExitTiming | GenerationTiming") -> str:
+    """The exit rule of a timing, as a cell."""
     return timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %"
 
 
@@ -167,7 +170,7 @@ def _bench_generation(options: argparse.Namespace) -> None:
     from loopscope.bench.text_timing import bench_generation, ways_of
 
     model = inputs.load_text_model(folder, options)
-    prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
+    prompts, caches = _prompts_to_time(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:
             without = f"with {' and '.join(others)} it is measured without its guarantee"
@@ -177,11 +180,11 @@ def _bench_generation(options: argparse.Namespace) -> None:
         result = bench_generation(
             options.model, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain
         )
-    show(result, options.json, lambda: _print_generation(result))
+    show(result, options.json, lambda: _print_text_timings(result))
 
 
-def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
-    """The beginnings of the documents that are long enough, and what follows them."""
+def _prompts_to_time(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
+    """The documents that are long enough, each cut into a prompt and the text after it."""
     cut, size = options.prompt_tokens, options.prompt_tokens + options.new_tokens
     documents = tokenize_documents(read_documents(options.text), folder)
     found = [tokens for tokens in documents if len(tokens) >= size]
@@ -192,10 +195,11 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
     return [ls.Prompt(key, tokens[:cut], tokens[cut:size]) for key, tokens in enumerate(some)]
 
 
-def _print_generation(result: "GenerationBench") -> None:
+def _print_text_timings(result: "GenerationBench") -> None:
+    """Print the timings of text under policies and caches."""
     rows = []
     for timing in result.ways:
-        row = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
+        row = [_exit_timing_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
         row.append("" if timing.average_loops is None else f"{timing.average_loops:.2f}")
         row += [f"{timing.run_loops:.2f}", percent(timing.agreement), f"{timing.kl:.4f}"]
         row.append("" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}")

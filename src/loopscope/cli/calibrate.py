@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
+from loopscope.certify.tested_data import counted_in_words, decision_scope, load_recorded
 from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
@@ -73,7 +73,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope calibrate` was asked."""
+    """Execute `loopscope calibrate` with its parsed arguments."""
     folder = find_recording(options.recording, "validation")
     inputs.check_readouts(options.readout, auto=True)
     target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
@@ -94,18 +94,18 @@ def execute(options: argparse.Namespace) -> None:
         grid = None if options.grid is None else Trajectory.load(options.grid)
         gates = inputs.load_gates(options.fitted, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
-        _caution(recording, policy, options)
+        _note_weak_recording(recording, policy, options)
     for caution in cautions(recording, policy):
         print_note(caution)
     policy.save(options.out)
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
     else:
-        _print(policy, options.out, live=isinstance(recording, LiveRuns))
+        _print_calibrated(policy, options.out, live=isinstance(recording, LiveRuns))
 
 
 def _check_cache(recording: Recorded, cache: str | None) -> None:
-    """Refuses to guarantee for one cache what another has shown."""
+    """Reject a recording whose cache is not the one that the guarantee is for."""
     here = decision_scope(recording).cache
     if cache not in (None, here):
         kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
@@ -113,10 +113,10 @@ def _check_cache(recording: Recorded, cache: str | None) -> None:
         raise UserError(f"This is {kind}, which says nothing of the cache '{cache}'; {make}.")
 
 
-def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
-    """Says where the recording is not what a guarantee for new inputs should rest on, or does not say what it is."""
+def _note_weak_recording(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
+    """Warn about a recording that a guarantee for new inputs should not rest on, or of unknown origin."""
     if recording.seen is not None and recording.seen.any() and not options.unseen:
-        seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
+        seen = f"{recording.seen.sum():,} of the {counted_in_words(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")
     if policy.model is None:
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"
@@ -126,7 +126,8 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
         print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
 
 
-def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
+def _print_calibrated(policy: ExitPolicy, path: Path, live: bool) -> None:
+    """Print a calibrated policy: its guarantee, its loops, and the next command."""
     guarantee = policy.guarantee
     assert guarantee is not None
     low, high = guarantee.average_loops_interval
@@ -136,7 +137,7 @@ def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
         ["chosen among", ", ".join(guarantee.candidates)],
         ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
     ]
-    boldest = "loops of the boldest candidate that was run within the limit"  # what bolder ones would lose was not run
+    boldest = "loops of the boldest candidate that was run within the limit"  # bolder ones were not run
     limit = boldest if live else "loops where the observed loss meets the limit"
     rows.append([limit, f"{guarantee.average_loops_at_limit:.3f}"])
     if guarantee.full_depth_accuracy is not None:

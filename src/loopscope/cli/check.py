@@ -12,7 +12,7 @@ from loopscope.cli.options import Parser, add_shared, add_verb, given, option, s
 from loopscope.cli.output import percent, print_note, print_sentences, print_table, show
 from loopscope.policy import ExitPolicy
 from loopscope.recording_paths import find_recording
-from loopscope.scope import Unit, counted
+from loopscope.scope import Unit, example_count_text
 
 if TYPE_CHECKING:
     from loopscope.analysis.held_out import HeldOut
@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope check` to the parser."""
-    _add_inputs(add_verb(subparsers, "check", execute.__doc__, execute))
+    _add_policy_and_recording(add_verb(subparsers, "check", execute.__doc__, execute))
 
 
 def define_monitor(subparsers: Any) -> None:
+    """Add the arguments of `loopscope monitor` to the parser."""
     parser = add_verb(subparsers, "monitor", _monitor.__doc__, _monitor)
-    _add_inputs(parser)
+    _add_policy_and_recording(parser)
     option(parser, "--stream", "play the rows in their own order, in which they arrived")
     option(parser, "--alpha X", "share of streams that may give a false alarm (default: 0.01)")
     audits = "share of the examples, drawn at random, whose losses are seen (default: all; 0: exits alone)"
     option(parser, "--audit X", audits, type=share_or_zero)
 
 
-def _add_inputs(parser: Parser) -> None:
+def _add_policy_and_recording(parser: Parser) -> None:
+    """Add the policy and the recording to the arguments of `check` and `monitor`."""
     held_out = "a run, a folder of recordings, a recording or a live run, of held-out examples"
     option(parser, "recording", held_out, type=inputs.recording_argument, metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "policy file, which `loopscope calibrate` writes", required=True)
@@ -50,7 +52,7 @@ def execute(options: argparse.Namespace) -> int:
     A run stands for its test recording. The exit code is 1 if the guarantee is broken. A guarantee for text with the
     cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
     """
-    policy, recording = _read(options)
+    policy, recording = _policy_and_recording(options)
     from loopscope.analysis.held_out import check_policy  # with scipy.stats, which takes a second
 
     held = check_policy(policy, recording)
@@ -72,25 +74,27 @@ def _monitor(options: argparse.Namespace) -> int:
     change began. The exit code is 1 if there is an alarm. If the guarantee is one in expectation, only the exits are
     watched.
     """
-    policy, recording = _read(options)
+    policy, recording = _policy_and_recording(options)
     result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit, stream=options.stream)
     _note_models(options, policy, recording)
     show(result, options.json, lambda: _print_monitored(result, policy, options.policy, options.stream))
     return 1 if result.alarm else 0
 
 
-def _read(options: argparse.Namespace) -> tuple[ExitPolicy, Recorded]:
+def _policy_and_recording(options: argparse.Namespace) -> tuple[ExitPolicy, Recorded]:
+    """Read the policy and the recording that `check` and `monitor` name."""
     folder = find_recording(options.recording, "test")
     return inputs.load_policy(options.policy, options.any_model), load_recorded(folder)
 
 
 def _note_models(options: argparse.Namespace, policy: ExitPolicy, recording: Recorded) -> None:
+    """Note if the policy or the recording does not name its model."""
     if not options.any_model:
         inputs.note_unknown_model(policy.model, recording.provenance.get("weights_sha256"))
 
 
 def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit | None) -> None:
-    """How a policy did, and whether its guarantee was kept."""
+    """Print how a policy did on held-out examples, and whether its guarantee was kept."""
     loops, drop, check = held.average_loops, held.drop, held.guarantee
     rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
@@ -103,7 +107,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
             outcome = f"{percent(risk.loss, 2)} {bounds} of {risk.units:,}: {risk.verdict}"
             rows.append([f"loss at difficulty {risk.difficulty:g}", outcome])
     means = "" if held.sequences is None else "all means are over sequences; "
-    tested = counted("held-out", held.examples, held.sequences, unit)
+    tested = example_count_text("held-out", held.examples, held.sequences, unit)
     print_table(f"{path}: {policy} on {tested}; {means}[ ]: 95 % intervals", ["held out", ""], rows)
     if check is None:
         print("The policy guarantees nothing here.")
@@ -114,6 +118,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
 
 
 def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path, stream: bool) -> None:
+    """Print the alarms of a monitor, or that there are none."""
     spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
     rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:

@@ -35,7 +35,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope compare` was asked."""
+    """Execute `loopscope compare` with its parsed arguments."""
     own = find_recordings(options.run)
     second = None if options.other is None else find_recordings(inputs.find_run(options.other, [options.run]))
     inputs.check_readouts(options.first, options.second)

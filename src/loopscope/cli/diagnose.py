@@ -27,7 +27,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope diagnose` was asked."""
+    """Execute `loopscope diagnose` with its parsed arguments."""
     own = find_recordings(options.run)
     reference_run = reference_of(options.reference, [options.run])
     measure = None if reference_run is None else find_recordings(reference_run)

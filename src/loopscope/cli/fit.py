@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from loopscope.certify.tested_data import counted_in
+from loopscope.certify.tested_data import counted_in_words
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
@@ -42,6 +42,7 @@ def define(subparsers: Any) -> None:
 
 
 def define_insert(subparsers: Any) -> None:
+    """Add the arguments of `loopscope insert` to the parser."""
     parser = add_verb(subparsers, "insert", _insert.__doc__, _insert)
     option(parser, "gate", "the folder of a fitted gate", type=Path)
     option(parser, "checkpoint", "the folder of the checkpoint", type=Path)
@@ -75,7 +76,7 @@ def execute(options: argparse.Namespace) -> None:
         name = wrong[0].removeprefix("geometric_")
         raise UserError(f"--{name} is not for --kind {options.kind}; leave it out.")
     recording = Trajectory.load(find_recording(options.recording, "train"))
-    counted = counted_in(recording, recording.split or "recorded")
+    counted = counted_in_words(recording, recording.split or "recorded")
     chosen = given(options, "kind", "seed", *theirs)
     if is_stopper:
         stopper = fit_stopper(recording, **chosen)

@@ -52,25 +52,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MIN_SAVED = 0.05
-"""Share of what full depth takes; a policy that saves less is not worth it."""
+"""The least share of full depth's work that a policy must save; a note names one that saves less."""
 _NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
 _NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
+    """One message of a chat in a .jsonl file."""
+
     role: str
     content: str
 
 
-class _Line(msgspec.Struct):
-    """What a line of a .jsonl file says of a text: its prompt, or the messages of a chat."""
+class _PromptLine(msgspec.Struct):
+    """A line of a .jsonl file of prompts: a prompt, or the messages of a chat, with its exit rule."""
 
     prompt: str | None = None
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)] | None = None
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)] | None = None
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """What a prompt has to say of its exits: a policy's file, a readout with its threshold, or a depth."""
+class PromptRule(msgspec.Struct, frozen=True):
+    """The exit rule of one prompt: a policy's file, a readout with its threshold, or a depth."""
 
     policy: Annotated[str, msgspec.Meta(pattern=r"^[^\0]+$")] | None = None
     readout: str | None = None
@@ -91,8 +93,10 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class GivenPrompt(NamedTuple):
+    """A prompt from the command line or from a file, with its exit rule."""
+
     prompt: Any  # a text, or the messages of a chat
-    rule: Rule = Rule()
+    rule: PromptRule = PromptRule()
 
 
 def define(subparsers: Any) -> None:
@@ -114,29 +118,30 @@ def define(subparsers: Any) -> None:
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
     option(parser, "--lossless", "write the text of full depth, up to rounding, sooner: early exits are drafts")
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
-    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
+    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_prompt_text)
     option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
     option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
     option(parser, "--batch-size N", "prompts at a time", default=8)
     option(parser, "--show-loops", "print the loops that each token took")
-    option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
+    option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts_file)
     add_shared(parser, "--chat", "--seed N", "--dtype NAME", "--compile", *COMPUTE)
     parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 
 
-def _not_empty(text: str) -> str:
+def _prompt_text(text: str) -> str:
+    """Reject an empty prompt."""
     if not text:
         raise UserError("--stop takes a text of at least one character.")
     return text
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope generate` was asked."""
+    """Execute `loopscope generate` with its parsed arguments."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
     rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
-    by_hand = Rule(None, options.readout, options.threshold, options.loops)
+    by_hand = PromptRule(None, options.readout, options.threshold, options.loops)
     usual = by_hand.exit_policy(options.any_model)
     folder = inputs.find_model(options.model, text=True)
     if options.policy is None and usual is None:
@@ -145,9 +150,9 @@ def execute(options: argparse.Namespace) -> None:
         options.cache, options.lossless = options.cache or exits.cache, options.lossless or exits.lossless
     file = None if options.policy is None else str(options.policy)
     if file is not None:
-        usual = Rule(file).exit_policy(options.any_model)
+        usual = PromptRule(file).exit_policy(options.any_model)
     options.cache = options.cache or ("full" if usual is None or options.lossless else usual.cache)
-    _check_rules(options, [policy or usual for policy in rules.values()], folder)
+    _check_prompt_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine import generation, sampling
     from loopscope.engine.generation import StopStrings
     from loopscope.models.checkpoint_folder import end_tokens
@@ -155,13 +160,13 @@ def execute(options: argparse.Namespace) -> None:
     draws = sampling.Sampling(**given(options, "temperature", "top_k", "top_p", "seed"))
     tokenizer = load_tokenizer(folder)
     prompts = [
-        ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
+        ls.Prompt(place, _encode_prompt(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
         for place, each in enumerate(requested)
     ]
     model = inputs.load_text_model(folder, options)
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
-    used_rules = {Rule(file): usual, **rules}
+    used_rules = {PromptRule(file): usual, **rules}
     notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
     if options.lossless and model.precision != "float32":
         either = "where two tokens are about equally likely, either may come; --dtype float32 is nearly exact"
@@ -187,11 +192,11 @@ def execute(options: argparse.Namespace) -> None:
             cut += token.finish_reason == "length" and room[token.key] < options.max_new_tokens
             yield token
 
-    output = _Output(options, requested, prompts, tokenizer, texts, ends)
+    output = _TextOutput(options, requested, prompts, tokenizer, texts, ends)
     if options.out is not None:
         options.resumes = True
         used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
-        output.keep_lines(tokens, _settings(options, requested, prompts, model, ends, used))
+        output.keep_lines(tokens, _text_settings(options, requested, prompts, model, ends, used))
     elif len(requested) == 1 and not options.json:
         output.print_live(tokens(prompts))
     else:
@@ -200,14 +205,14 @@ def execute(options: argparse.Namespace) -> None:
         what = "The text ends" if len(requested) == 1 else f"{cut:,} texts end"
         print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
     if stats.tokens:
-        print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
+        print_note(_generation_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
         processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.prompts)
-        if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
+        if (wasted := _no_saving_note(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
 
 
-def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
-    """Rejects a rule of a text that the model cannot be run with, by its configuration."""
+def _check_prompt_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
+    """Reject exit rules of prompts that the model cannot run with, by its configuration."""
     num_loops = read_model_shape(folder).num_loops
     here = Scope(unit="tokens", cache=None if options.lossless else options.cache)
     for policy in policies:
@@ -217,7 +222,7 @@ def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None],
             check_drafts(policy or ExitPolicy("fixed", num_loops), num_loops)
 
 
-def _settings(
+def _text_settings(
     options: argparse.Namespace,
     requested: list[GivenPrompt],
     prompts: list["ls.Prompt"],
@@ -225,7 +230,7 @@ def _settings(
     ends: set[int],
     readouts: set[str],
 ) -> dict[str, Any]:
-    """What the texts depend on: what was asked for, and what the model, its tokenizer and the rules make of it."""
+    """The settings that the texts depend on: options, prompts, model, tokenizer and exit rules."""
     names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
     found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
     files = {Path(each.rule.policy) for each in requested if each.rule.policy} | {*filter(None, [options.policy])}
@@ -236,7 +241,8 @@ def _settings(
     return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
-def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
+def _generation_summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
+    """The summary line after the texts: tokens, loops and time."""
     speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} per second)"
     if not lossless:
         return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops per token on average."
@@ -245,8 +251,8 @@ def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless:
     return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} token-loops were run."
 
 
-def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
-    """Says that a policy saved nothing, which its average loops do not show."""
+def _no_saving_note(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
+    """The note that a policy saved no work; average loops alone do not show that."""
     if lossless:
         if not stats.drafted:
             return "No time was saved: nothing was drafted. Loosen the threshold, or give fewer prompts at a time."
@@ -261,7 +267,7 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
 
 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
-    """What is continued; what does not go together is rejected before."""
+    """The prompts to continue; reject options that do not go together."""
     if options.lossless and options.cache not in (None, "full"):
         raise UserError(f"--lossless needs the cache 'full', not '{options.cache}'; leave out --cache.")
     requested = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
@@ -271,7 +277,8 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     return requested
 
 
-def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
+def _encode_prompt(tokenizer: Any, prompt: Any, chat: bool) -> Any:
+    """Encode a prompt, or the messages of a chat."""
     if chat or not isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return np.array(chat_prompt(tokenizer, messages), dtype=np.int64)
@@ -282,13 +289,14 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
 
 
 def read_prompts(path: Path) -> Iterator[GivenPrompt]:
+    """Read the prompts of a .txt or .jsonl file."""
     for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
         if not line.strip():
             continue
         if path.suffix != ".jsonl":
             yield GivenPrompt(line)
             continue
-        text, rule = _decoded(line, _Line), _decoded(line, Rule)
+        text, rule = _decoded_line(line, _PromptLine), _decoded_line(line, PromptRule)
         if text is None or rule is None or (text.prompt is None and text.messages is None):
             raise UserError(f"{path}, line {number} {_NO_RULE if rule is None and text is not None else _NO_PROMPT}.")
         if rule.policy is not None:
@@ -296,8 +304,8 @@ def read_prompts(path: Path) -> Iterator[GivenPrompt]:
         yield GivenPrompt(text.prompt if text.messages is None else msgspec.json.decode(line)["messages"], rule)
 
 
-def _decoded(line: str, kind: type[T]) -> T | None:
-    """What a line of JSON says; None where it does not say this."""
+def _decoded_line(line: str, kind: type[T]) -> T | None:
+    """A line of a .jsonl file of prompts as a struct; None if it does not fit."""
     try:
         return msgspec.json.decode(line.encode(), type=kind)
     except (ValueError, RecursionError):
@@ -305,8 +313,8 @@ def _decoded(line: str, kind: type[T]) -> T | None:
 
 
 @dataclass
-class _Output:
-    """Where the texts go: one as it comes, or a line of each of many."""
+class _TextOutput:
+    """The output of `generate`: one text as it comes, or one line per text."""
 
     options: argparse.Namespace
     requested: list[GivenPrompt]
@@ -334,11 +342,11 @@ class _Output:
             for number, line in self._lines(tokens):
                 finished[number] = line
                 while following in finished:
-                    _print_line(finished.pop(following))
+                    _print_json_line(finished.pop(following))
                     following += 1
         finally:  # whatever ended it, also those after one that is not finished
             for _, line in sorted(finished.items()):
-                _print_line(line)
+                _print_json_line(line)
 
     def keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
         with text_journal(self.options.out, settings, len(self.requested)) as journal:
@@ -349,7 +357,7 @@ class _Output:
                 journal.add(number, line)
 
     def _lines(self, tokens: Iterator["Token"]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The numbers of prompts as they are finished, and what is written of them."""
+        """The numbers of prompts as their texts finish, with the lines to write."""
         generated: dict[int, list[Token]] = {}
         for token in tokens:
             generated.setdefault(token.key, []).append(token)
@@ -365,29 +373,31 @@ class _Output:
             yield number, line
 
 
-def _print_line(line: dict[str, Any]) -> None:
+def _print_json_line(line: dict[str, Any]) -> None:
+    """Print one line of JSON."""
     print(visible(json.dumps(line, ensure_ascii=False)), flush=True)
 
 
 class TextJournal:
-    """The lines of prompts that are finished, by their numbers from 0."""
+    """The journal of a file of texts: the lines of finished prompts, by their numbers from 0."""
 
     def __init__(self, lines: dict[int, str], file: TextIO) -> None:
         self.lines, self._file = lines, file
 
     def add(self, number: int, line: dict[str, Any]) -> None:
         self.lines[number] = text = visible(json.dumps(line, ensure_ascii=False))
-        print(_hash(text), text, file=self._file, flush=True)
+        print(_journal_hash(text), text, file=self._file, flush=True)
 
 
-def _unfinished(out: Path) -> Path:
+def _unfinished_texts_file(out: Path) -> Path:
+    """The path of the journal beside a file of texts."""
     return out.with_name(f"{out.name}.unfinished")
 
 
-def new_texts(text: str) -> Path:
-    """A file of texts that is not there yet; what a killed writer of it had left to do is ended."""
+def new_texts_file(text: str) -> Path:
+    """A new file for texts; finish an earlier file first if its writer was killed at the end."""
     out = Path(text)
-    journal = _unfinished(out)
+    journal = _unfinished_texts_file(out)
     if out.is_file() and out.stat().st_size:
         remove_leftovers(journal)
         if journal.is_file():
@@ -400,12 +410,12 @@ def new_texts(text: str) -> Path:
 
 @contextmanager
 def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
-    """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
-    journal = _unfinished(out)
-    digest = _hash(json.dumps(settings, sort_keys=True))
+    """Continue the journal of earlier texts with these settings; `out` appears when all texts are finished."""
+    journal = _unfinished_texts_file(out)
+    digest = _journal_hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):
         new_path(out)
-        lines = _kept(journal, digest, prompts) if journal.exists() else {}
+        lines = _journal_lines(journal, digest, prompts) if journal.exists() else {}
         try:
             with journal.open("a", encoding="utf-8") as file:
                 if not file.tell():
@@ -419,8 +429,8 @@ def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJour
         journal.unlink()
 
 
-def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
-    """The lines that are whole; of the last one, which may have been cut off, nothing stays."""
+def _journal_lines(journal: Path, digest: str, prompts: int) -> dict[int, str]:
+    """The complete lines of a journal; the last line may have been cut off."""
     data = journal.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     first, *lines = whole.decode(errors="replace").split("\n")[:-1] or [""]
@@ -431,9 +441,10 @@ def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
         raise UserError(f"{journal} has the texts of another command: {other}.")
     os.truncate(journal, len(whole))
     texts = (line.partition(" ") for line in lines)
-    found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _hash(text)}
+    found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _journal_hash(text)}
     return {number: text for number, text in found.items() if 0 <= number < prompts}
 
 
-def _hash(text: str) -> str:
+def _journal_hash(text: str) -> str:
+    """The hash of a journal's line or settings."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -49,7 +49,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope harness` was asked."""
+    """Execute `loopscope harness` with its parsed arguments."""
     policy = None if options.policy is None else inputs.load_policy(options.policy, options.any_model)
     check_tasks(options.tasks, options.data)
     num_loops = read_model_shape(inputs.find_model(options.model, text=True)).num_loops
@@ -64,10 +64,11 @@ def execute(options: argparse.Namespace) -> None:
         model = LoopScopeLM(options.model, policy=policy, device=str(device), progress=advance, **chosen)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **given(options, "data", "limit", "shots", "chat"))
-    show(found, options.json, lambda: _print(found, options.model))
+    show(found, options.json, lambda: _print_evaluation(found, options.model))
 
 
-def _print(found: "Evaluation", name: str) -> None:
+def _print_evaluation(found: "Evaluation", name: str) -> None:
+    """Print the results of lm_eval's tasks."""
     rows = []
     for task, metrics in found.results.items():
         documents = "" if task not in found.samples else str(found.samples[task]["effective"])

@@ -22,7 +22,7 @@ from loopscope.models import checkpoint_folder
 from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, not_registered
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
-from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, no_readout
+from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, unknown_readout
 from loopscope.readouts.signals import FITTED_GATE, STOPPER
 from loopscope.recording_paths import holds_recordings, run_of_recordings
 from loopscope.scope import Scope
@@ -41,30 +41,31 @@ RECORDED = "a run whose validation and test splits are recorded, or a folder wit
 
 
 def text_file(text: str, what: str = "text file") -> Path:
+    """Require a text file that an argument names."""
     require_file(Path(text), what)
     return Path(text)
 
 
 def run_or_example(text: str) -> Path:
-    """A path as it was typed, or the folder of an example (example:demo), or of one of its models."""
+    """The folder of a run, of a shipped example (example:demo), or of one of the example's models."""
     return example_folder(text) if text.startswith(PREFIX) else Path(text)
 
 
 def recording_argument(text: str) -> Path:
-    """The same for what takes one model: an example is represented by one of its models."""
+    """The folder of one model's recordings; a shipped example stands for one of its models."""
     run = run_or_example(text)
     example = example_of(run)
     return run / example.subject if example is not None and run.parent == EXAMPLES else run
 
 
 def models_of(run: Path) -> list[Path]:
-    """The run itself; of a whole example the folders of its models."""
+    """The models in a folder: a run itself, or every model of a shipped example."""
     example = example_of(run)
     return [run / name for name in example.models] if example is not None and run.parent == EXAMPLES else [run]
 
 
 def reference_of(reference: str | None, runs: Sequence[Path]) -> Path | None:
-    """The run that --reference means; an example that is compared with nothing else brings its own."""
+    """The run that --reference names; a shipped example that is alone brings its own reference."""
     examples = [example_of(run) for run in runs]
     if reference is None and None not in examples and examples[0]:
         reference = examples[0].reference
@@ -72,7 +73,7 @@ def reference_of(reference: str | None, runs: Sequence[Path]) -> Path | None:
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
-    """The device that --device names, or the best there is, with the threads that are asked for."""
+    """The device that --device names, or the best one; set the number of threads, too."""
     import torch
 
     from loopscope.models.device import check_device, keep_memory
@@ -91,34 +92,38 @@ def device_of(options: argparse.Namespace) -> "torch.device":
 
 
 def add_custom_readouts(parser: Parser) -> None:
+    """Add the option that registers custom readouts."""
     text = "add a custom readout, which a module defines (repeatable)"
-    option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
+    option(parser, "--with-readout MODULE:NAME", text, action="append", type=_import_custom_readout)
 
 
 def add_custom_tasks(parser: Parser) -> None:
+    """Add the option that imports custom tasks."""
     text = "import the custom task on which the run was trained (repeatable)"
     option(parser, "--with-task MODULE:CLASS", text, action="append")
 
 
 def add_policy_options(parser: Parser) -> None:
-    """What goes with --policy: another model than its own, and the readout that it names."""
+    """Add the options beside --policy: for another model, and for custom readouts."""
     add_shared(parser, "--any-model")
     add_custom_readouts(parser)
 
 
 def add_custom_model(parser: Parser) -> None:
+    """Add the option that imports a custom model."""
     text = "import the custom class of the model, so that its runs can be loaded (repeatable)"
-    option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class)
+    option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class_name)
 
 
-def _model_class(given: str) -> str:
+def _model_class_name(given: str) -> str:
+    """Check that a custom model is written as MODULE:CLASS."""
     if not is_user_name(given):
         raise UserError(f"'{given}' names no class; --with-model takes MODULE:CLASS.")
     return given
 
 
 def import_models(options: argparse.Namespace) -> None:
-    """Imports what --with-model names, because the user typed it."""
+    """Import the custom models that --with-model names."""
     if options.with_model:
         from loopscope.models.custom_model import register_model
 
@@ -127,12 +132,12 @@ def import_models(options: argparse.Namespace) -> None:
 
 
 def readout_name(given: str) -> str:
-    """The name of a readout; one that is written as MODULE:NAME is imported, because the user typed it."""
-    return given if given.startswith((FITTED_GATE, STOPPER)) or ":" not in given else _custom_readout(given)
+    """The name of a readout; import one written as MODULE:NAME, because the user typed it."""
+    return given if given.startswith((FITTED_GATE, STOPPER)) or ":" not in given else _import_custom_readout(given)
 
 
-def _custom_readout(given: str) -> str:
-    """Registers what is written as MODULE:NAME; a file that names a readout never imports anything."""
+def _import_custom_readout(given: str) -> str:
+    """Register a custom readout written as MODULE:NAME; LoopScope imports none that only a file names."""
     module, _, attribute = given.partition(":")
     here = sys.path[:]
     sys.path.insert(0, "")  # as `python -m` does: the module may lie in the current folder
@@ -149,24 +154,25 @@ def _custom_readout(given: str) -> str:
 
 
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
-    """Rejects names of no readout; `oracle`, `auto`: whether the verb takes these."""
+    """Reject unknown readouts; `oracle` and `auto`: whether the verb accepts these."""
     known = [AUTO] * auto + [name for name in READOUTS if oracle or not needs_labels(name)]
     for name in names:
         if name in READOUTS and name not in known:
             others = f"choose one of {', '.join(known)}"
             raise UserError(f"The oracle needs the labels, so only `loopscope sweep` takes it; {others}.")
         if name not in known and find_readout(name) is None:
-            raise no_readout(name, known)
+            raise unknown_readout(name, known)
 
 
 def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:
-    """A readout with a threshold that some value of its signal can meet."""
+    """A policy from a readout and a threshold that are typed; some value of the signal must meet it."""
     policy = ExitPolicy(readout, threshold, gate)
     check_threshold(readout, threshold or 0)
     return policy
 
 
 def load_policy(path: Path, any_model: bool) -> ExitPolicy:
+    """Load the policy that an argument names; `any_model` ignores which model it is for."""
     policy = ExitPolicy.load(path)
     return policy.for_any_model() if any_model else policy
 
@@ -174,7 +180,7 @@ def load_policy(path: Path, any_model: bool) -> ExitPolicy:
 def policies_by_model(
     paths: Sequence[Path], models: Sequence[str | None], any_model: bool = False
 ) -> list[list[ExitPolicy]]:
-    """For each of these models (None: unknown) its own policies; one that names no model is everybody's."""
+    """The policies of each model (None: unknown); a policy that names no model belongs to every model."""
     loaded = [load_policy(path, any_model) for path in paths]
     for path, policy in zip(paths, loaded, strict=True):
         known = policy.model is None or None in models
@@ -188,40 +194,38 @@ def policies_by_model(
 
 
 def check_runnable(policy: ExitPolicy, num_loops: int, here: Scope, weights: str | None = None) -> None:
-    """Rejects a rule that no model of this depth runs with, before it is loaded; without a hash, weights are compared
-    when it is.
-    """
+    """Reject a policy that cannot run with a model of this depth, before loading the model."""
     policy.check(weights, num_loops, here)
     ExitState(policy, num_loops)
 
 
 def check_runs_on(policy: ExitPolicy, run: Path, loops: int | None = None) -> None:
-    """Rejects a rule that the finished run in a folder cannot be run with, at its depth or at so many loops."""
+    """Reject a policy that the finished run in a folder cannot run with, at its depth or at `loops`."""
     check_runnable(policy, loops or read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
 
 
 def run_weights(run: Path) -> str:
-    """The hash that tells the model of a finished run from any other, as its file says, without PyTorch."""
+    """The identity of a finished run's model, from its file and without PyTorch."""
     checkpoint_folder.check_hashes(run)
     return checkpoint_folder.known_sha256(run.resolve() / WEIGHTS)
 
 
 def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:
-    """What is to be said, once work begins, of a policy that names no model: its guarantee is for the one it had."""
+    """The note about a policy that names no model: its guarantee is for the model it was calibrated with."""
     if path is None or policy is None or policy.model is not None or policy.guarantee is None:
         return []
     return [f"{path} does not say which model it was calibrated for; its guarantee is for that one alone."]
 
 
 def note_unknown_model(*models: str | None) -> None:
-    """Says that what is used together may be of several models, where not all name their weights."""
+    """Note that recordings or policies may come from different models, if some do not name theirs."""
     if None in models:
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/how-to/recordings.md)"
         print_note(f"Not all of these say which model they are of; make sure that it is the same {tied}.")
 
 
 def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fitted]:
-    """Fitted gates and stoppers by the names of their folders; their thresholds are chosen on `calibration`."""
+    """Load fitted gates and stoppers by folder name; reject those that were fitted to `calibration`."""
     gates: dict[str, Fitted] = {}
     for folder in folders:
         name = folder.absolute().name
@@ -233,7 +237,7 @@ def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fi
 
 
 def gates_by_model(folders: Sequence[Path], calibrations: Sequence[Trajectory]) -> list[dict[str, Fitted]]:
-    """For each of these models, by its validation recording, its own gates and stoppers under their folders' names."""
+    """The fitted gates and stoppers of each model, by its validation recording and their folder names."""
     models = [recording.provenance.get("weights_sha256") for recording in calibrations]
     own: list[list[Path]] = [[] for _ in models]
     for folder in folders:
@@ -248,7 +252,7 @@ def gates_by_model(folders: Sequence[Path], calibrations: Sequence[Trajectory]) 
 
 
 def finished_run(run: Path, with_model: Sequence[str] = ()) -> RunSettings:
-    """The settings of a run that is finished, whose model can be loaded; of a custom one if `with_model` names it."""
+    """The settings of a finished run whose model can be loaded; `with_model` names a custom model."""
     _check_no_recordings(run)
     settings = read_run_settings(run)
     if settings.model.is_custom and settings.model.name not in with_model:
@@ -259,7 +263,7 @@ def finished_run(run: Path, with_model: Sequence[str] = ()) -> RunSettings:
 
 
 def _check_no_recordings(folder: Path) -> None:
-    """Rejects a folder of recordings where their model is needed."""
+    """Reject a folder of recordings where a command needs the model itself."""
     if str(folder).startswith(PREFIX):
         raise UserError(f"{folder} has recordings, and this needs the model; make the run with `loopscope demo`.")
     if not is_file(folder / CONFIG) and holds_recordings(folder):
@@ -276,7 +280,7 @@ def _check_no_recordings(folder: Path) -> None:
 
 
 def find_model(source: str | Path, text: bool = False) -> Path:
-    """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
+    """The folder of a checkpoint, downloaded from the Hub if needed; `text` requires a tokenizer."""
     folder = checkpoint_folder.find_checkpoint(source)
     _check_no_recordings(folder)
     checkpoint_folder.require_config(folder)
@@ -289,7 +293,7 @@ def find_model(source: str | Path, text: bool = False) -> Path:
 
 
 def load_text_model(folder: Path, options: argparse.Namespace) -> "ls.LoopedModel":
-    """The language model in a folder, on --device, in the precision of --dtype, compiled where --compile says so."""
+    """Load a language model with the options --device, --dtype and --compile."""
     model = ls.load_model(folder, device_of(options), options.dtype)
     if options.compile:
         model.compile()
@@ -297,7 +301,7 @@ def load_text_model(folder: Path, options: argparse.Namespace) -> "ls.LoopedMode
 
 
 def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
-    """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
+    """The run that --reference or --with names: a folder, or the name of one of these runs or of its neighbour."""
     if str(given).startswith(PREFIX):
         return recording_argument(str(given))
     name, folders = str(given), [run_of_recordings(run).resolve() for run in runs]

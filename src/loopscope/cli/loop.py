@@ -43,17 +43,18 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope loop` was asked."""
+    """Execute `loopscope loop` with its parsed arguments."""
     path = Path(options.checkpoint)
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
     dropped = [layer for layers in options.drop for layer in layers]
     chosen = given(options, "prelude", "core", "loops", "damping", "injection", "gate")
     made = ls.loop(options.checkpoint, options.out, drop=dropped, **chosen)
-    show(made, options.json, lambda: print_text("\n".join(_lines(made))))
+    show(made, options.json, lambda: print_text("\n".join(_looped_checkpoint_lines(made))))
 
 
-def _lines(made: "LoopedCheckpoint") -> list[str]:
+def _looped_checkpoint_lines(made: "LoopedCheckpoint") -> list[str]:
+    """The lines that describe a looped checkpoint."""
     looping = made.looping
     parts = f"{looping.prelude} once, {looping.core} in each of {looping.loops} loops, {made.coda} at every exit"
     kept = made.original_layers - len(looping.dropped)

@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 from loopscope.errors import UserError, did_you_mean
 
 Execute = Callable[[argparse.Namespace], int | None]
-"""What a verb does; the exit code is 0 where it returns nothing."""
+"""The function of a verb; the exit code is 0 if it returns nothing."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16", "int8")
-"""Those of `models.checkpoint`, which takes PyTorch to import."""
+"""The names in `models.checkpoint`, which would import PyTorch."""
 _VERB, _KIND = "VERB", "WHAT"
 _HELP_WIDTH = 79
 _PLAIN = (
@@ -31,15 +31,15 @@ _PLAIN = (
     (r"^one of the arguments (\S+) (\S+) is required$", r"missing: \1 or \2"),
     (r"^unrecognized arguments: (.*)$", r"'\1' is more than this takes"),
 )
-"""What argparse says, and how it is said here."""
+"""The messages of argparse, and our sentences for them."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Rejects in one sentence, with what was probably meant; its subparsers are of its kind."""
+    """A parser of the command line whose errors are one sentence with a hint."""
 
     _words: Sequence[str] = ()
     takes: str = ""
-    """What a verb takes, in words, where the names of what is missing do not say it."""
+    """The arguments of a verb in words, for the error if some are missing."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{names[option]} {needed if together else excluded}.")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """What the type of an argument says in a sentence of its own is said as it is."""
+        """Keep the sentence that the type of an argument raises, instead of argparse's."""
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{sentence[0].upper()}{sentence[1:]}; see {self.prog} --help.")
 
     def _sentence(self, message: str) -> str:
-        """With a verb or choice that is close to what was typed, or an option close to an unknown one."""
+        """The sentence for argparse's error, with a hint at a similar verb, choice or option."""
         if wrong := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from ", message, re.DOTALL):
             names = ((*action.option_strings, action.metavar, action.dest) for action in self._actions)
             choices = (list(action.choices or ()) for action in self._actions)
@@ -103,52 +103,56 @@ class Parser(argparse.ArgumentParser):
 
 
 def described(text: str) -> dict[str, str]:
-    """The help of a verb from a docstring: a sentence, a paragraph of examples, and notes."""
+    """The parts of a verb's help from a docstring: a sentence, examples, and notes."""
     sentence, examples, *notes = [*inspect.cleandoc(text).split("\n\n"), ""]
     sentence, *notes = (textwrap.fill(each, _HELP_WIDTH, break_on_hyphens=False) for each in (sentence, *notes))
     return {"description": sentence, "epilog": "\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes])}
 
 
 def add_verb(subparsers: Any, name: str, text: str | None, execute: Execute, resumes: bool = False) -> Parser:
-    """Add a verb whose help is `text`; `resumes`: done again, it finds whatever was finished before."""
+    """Add a verb whose help is `text`; `resumes`: running it again continues unfinished work."""
     parser = _add_parser(subparsers, name, text)
     parser.set_defaults(execute=execute, resumes=resumes, parser=parser)
     return parser
 
 
 def add_verbs(parser: Parser) -> Any:
-    """Where the verbs of the command line are added."""
+    """Let a parser have verbs, and return the place to add them."""
     return parser.add_subparsers(title="verbs", metavar=_VERB, required=True)
 
 
 def add_group(subparsers: Any, name: str, text: str | None) -> Any:
-    """Add a verb that has verbs of its own, to be added to what this returns."""
+    """Add a verb that has verbs of its own, and return the place to add them."""
     return _add_parser(subparsers, name, text).add_subparsers(title="what", metavar=_KIND, required=True)
 
 
 def _add_parser(subparsers: Any, name: str, text: str | None) -> Parser:
+    """Add the parser of a verb with its help."""
     shown = described(text or name)  # Python's -OO leaves no docstrings
     parser: Parser = subparsers.add_parser(name, help=shown["description"].rstrip("."), **shown)
     return parser
 
 
-def _reject(text: str, expected: str) -> NoReturn:
+def _reject_argument(text: str, expected: str) -> NoReturn:
+    """Raise the error for an argument of a wrong form."""
     raise argparse.ArgumentTypeError(f"'{text}' is {expected}")
 
 
 def whole_number(text: str, least: int, most: int = 10**15 - 1) -> int:
+    """Parse a whole number between two limits."""
     if not re.fullmatch("[0-9]{1,15}", text) or not least <= int(text) <= most:
-        _reject(text, f"not a whole number from {least} to {most:,}")
+        _reject_argument(text, f"not a whole number from {least} to {most:,}")
     return int(text)
 
 
 def real_number(text: str, fits: Callable[[float], bool], which: str) -> float:
+    """Parse a number that `fits` accepts; `which` describes such numbers."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if not fits(value):
-        _reject(text, f"not a number {which}")
+        _reject_argument(text, f"not a number {which}")
     return value
 
 
@@ -161,18 +165,20 @@ share = partial(real_number, fits=lambda value: 0 < value <= 1, which="above 0 a
 
 
 def _between_0_and_1(example: float) -> Callable[[str], float]:
+    """A parser for numbers between 0 and 1."""
     return partial(real_number, fits=lambda value: 0 < value < 1, which=f"between 0 and 1, such as {example}")
 
 
 def number_range(text: str) -> range:
-    """12, or 12-15."""
+    """Parse one number or a range: `12`, or `12-15`."""
     found = re.fullmatch("([0-9]{1,4})(?:-([0-9]{1,4}))?", text)
     if found is None or int(found[2] or found[1]) < int(found[1]):
-        _reject(text, "neither a number such as 12 nor a range such as 12-15")
+        _reject_argument(text, "neither a number such as 12 nor a range such as 12-15")
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def device_name(text: str) -> str:
+    """Parse the name of a device."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
         meant = "cuda" if text.lower() in ("gpu", "nvidia") else text
         hint = did_you_mean(meant, ("auto", "cpu", "cuda", "mps"))
@@ -181,10 +187,10 @@ def device_name(text: str) -> str:
 
 
 def gpu_names(text: str) -> list[str]:
-    """cuda:0,cuda:1"""
+    """Parse a list of GPUs: `cuda:0,cuda:1`."""
     names = text.split(",")
     if not all(re.fullmatch(r"cuda:\d+", name) for name in names) or len({*names}) < len(names):
-        _reject(text, "not a list of different CUDA devices such as cuda:0,cuda:1")
+        _reject_argument(text, "not a list of different CUDA devices such as cuda:0,cuda:1")
     return names
 
 
@@ -246,6 +252,7 @@ def option(parser: Any, words: str, text: str, **more: Any) -> None:
 
 
 def add_shared(parser: Any, *names: str, **changes: Any) -> None:
+    """Add options that several verbs share, by name."""
     for name in names:
         text, more = _SHARED[name]
         option(parser, name, text, **{**more, **changes})
@@ -254,10 +261,10 @@ def add_shared(parser: Any, *names: str, **changes: Any) -> None:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """What these options say, where anything; they have the names of the library's own."""
+    """The options with these names that have a value, as parameters for the library."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def target_accuracies(values: Sequence[float]) -> list[float]:
-    """What --at says, each once."""
+    """The accuracies that --at names, each once."""
     return list({f"{target:g}": target for target in values}.values())

@@ -33,38 +33,42 @@ _MIN_NAME = 20
 _MAX_CELL = 44
 """Characters; a longer cell breaks its lines."""
 _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
-"""How the cells of a column of numbers begin, or what they are where there is no number."""
+"""The beginning of a cell with a number, or the whole cell if it has none."""
 _TERMS = {
     "oracle": "oracle: exits at the first right loop, which takes the labels (one point, no D@X)",
     "labels known": "labels known: the cheapest rule that knows the labels",
     "stopper:": "stopper:NAME: a rule learned from all signals together",
 }
-"""What a table may name and no option explains."""
+"""The terms of tables that no option explains."""
 
 
 def percent(share: float, digits: int = 1) -> str:
+    """A share as a percentage for the terminal."""
     return f"{100 * share:z.{digits}f} %"
 
 
 def print_text(text: str) -> None:
+    """Print text on standard output, with control characters made visible."""
     print(visible(text))
 
 
 def print_sentences(text: str) -> None:
-    """Words that break where the terminal ends, as the tables beside them do."""
-    print(_broken(text))
+    """Print sentences, wrapped at the width of the terminal."""
+    print(_wrapped_at_terminal(text))
 
 
 def print_note(text: str) -> None:
+    """Print a note on standard error."""
     print(visible(text), file=sys.stderr)
 
 
 def print_json(value: object) -> None:
+    """Print a value as JSON on standard output."""
     print(visible(to_json(value).decode()), end="")
 
 
 def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
-    """Prints a result as JSON, or in words and tables."""
+    """Print a result as JSON, or as words and tables."""
     if as_json:
         print_json(value)
     else:
@@ -72,7 +76,7 @@ def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
 
 
 def announce_device(options: argparse.Namespace) -> None:
-    """Says once what `auto` took: when the work begins, so that nothing is announced that is then refused."""
+    """Print once which device `auto` means, when the work begins."""
     note = getattr(options, "chosen_device", None)
     if note is not None and os.environ.get("RANK", "0") == "0":
         print_note(note)
@@ -81,7 +85,7 @@ def announce_device(options: argparse.Namespace) -> None:
 
 @contextmanager
 def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> Iterator[ProgressCallback]:
-    """Shows progress, counted in this unit; at its first step says what it runs on, and these notes."""
+    """Show progress on standard error; its first step prints the device and these notes."""
     waiting = list(notes)
     with track(title, unit=unit) as advance:
         here = sys.stderr  # that of the work may be kept from other libraries
@@ -98,7 +102,7 @@ def working(options: argparse.Namespace, title: str, *notes: str, unit: str = ""
 
 @contextmanager
 def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallback]:
-    """Progress of work that takes seconds: for whoever sits before it, and not in a log or beside JSON."""
+    """Show progress of work that takes seconds, but not in a log or beside JSON."""
     if options.json or not sys.stderr.isatty():
         yield silent
         return
@@ -106,8 +110,8 @@ def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallbac
         yield advance
 
 
-def _broken(text: str) -> str:
-    """Lines as wide as the terminal, or 80 columns, where no word is longer; a number stays with its percent sign."""
+def _wrapped_at_terminal(text: str) -> str:
+    """Wrap text at the width of the terminal (or at 80 columns); a number stays with its percent sign."""
     width = shutil.get_terminal_size().columns
     lines = (line.replace(" %", "\xa0%") for line in visible(text).split("\n"))
     filled = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
@@ -115,7 +119,7 @@ def _broken(text: str) -> str:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int = 1) -> None:
-    """A table that fits the terminal, or 80 columns; what does not goes below, beside the first `keys` columns.
+    """Print a table that fits the terminal (or 80 columns); columns that do not fit go below it.
 
     Below it stands what its words mean that no option explains.
     """
@@ -124,8 +128,8 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
     columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
     cells = [[row[index] for row in rows] for index in range(len(columns))]
     if title:
-        console.print(Text(_broken(title), style="bold"))
-    for part in _fitting(columns, cells, keys, width):
+        console.print(Text(_wrapped_at_terminal(title), style="bold"))
+    for part in _columns_that_fit(columns, cells, keys, width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, header in part.items():
             numbers = index > 0 and all(map(_NUMBER.match, cells[index]))
@@ -137,13 +141,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
         console.print(table)
     found = [words for term, words in _TERMS.items() if any(term in cell for row in rows for cell in row)]
     if found:
-        console.print(Text(_broken(f"{'; '.join(found)}.")))
+        console.print(Text(_wrapped_at_terminal(f"{'; '.join(found)}.")))
     console.print()
 
 
-def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
-    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise;
-    a column without a word is left out.
+def _columns_that_fit(columns: list[str], cells: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
+    """Split the columns of a table into parts that fit the width, with wrapped headers; leave out empty columns.
 
     Of the cells only names and texts break their lines, where they must.
     """
@@ -166,7 +169,7 @@ def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) 
 
 
 def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[float]], as_json: bool) -> None:
-    """Losses and shares at every loop; as JSON after a summary."""
+    """Print losses and shares at every loop; as JSON after a summary."""
     if as_json:
         print_json(summary | by_loop)
         return
@@ -176,6 +179,6 @@ def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[f
 
 
 def machine_line(machine: "Machine") -> str:
-    """What a benchmark's numbers were measured on."""
+    """The line about the machine on which timings were measured."""
     products = f"matrix products of this width on {machine.device} in {machine.dtype}: {machine.gigaflops} GFLOP/s"
     return f"Threads: {machine.threads}, rounds: {machine.rounds}; {products}."

@@ -111,7 +111,7 @@ def _record_task(options: argparse.Namespace) -> None:
     inputs.import_models(options)
     out = options.out or recordings_at(options.run, options.loops, settings.num_loops) / options.split
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
-    with _recording(options, f"recording {options.split}", out) as advance:
+    with _recording_progress(options, f"recording {options.split}", out) as advance:
         how = {"device": inputs.device_of(options), "progress": advance, "loops": options.loops}
         how |= {"custom_tasks": options.with_task}
         recording = record_task(options.run, options.split, out, keep, options.examples, options.levels, **how)
@@ -133,7 +133,7 @@ def _record_text(options: argparse.Namespace) -> None:
     count documents, so give many. --split names the role of the text; LoopScope rejects calibrating on test, for
     instance.
     """
-    out = _out(options, options.split)
+    out = _recording_folder(options, options.split)
     folder = inputs.find_model(options.model, text=True)
     shape = read_model_shape(folder)
     check_context(options.context or shape.block_size, shape.block_size)
@@ -141,7 +141,7 @@ def _record_text(options: argparse.Namespace) -> None:
     from loopscope.recording.text_recording import record_text
 
     chosen = given(options, "context", "limit", "hidden", "dtype")
-    with _recording(options, f"recording {options.split}", out) as advance:
+    with _recording_progress(options, f"recording {options.split}", out) as advance:
         model = inputs.load_text_model(folder, options)
         recording = record_text(
             options.model, options.files, options.split, out, model=model, progress=advance, **chosen
@@ -185,7 +185,7 @@ def _record_live(options: argparse.Namespace) -> None:
         what.scope.check(Scope(cache=options.cache))
     from loopscope.recording.live_text_recording import record_live
 
-    with _recording(options, f"running with the cache '{options.cache}'", options.out) as advance:
+    with _recording_progress(options, f"running with the cache '{options.cache}'", options.out) as advance:
         runs = record_live(
             *(options.model, options.files, recording, options.out, options.cache, what),
             gates=gates,
@@ -222,12 +222,12 @@ def _record_benchmark(options: argparse.Namespace) -> None:
         --dtype bfloat16 --out recordings/mmlu
     """
     check_data(benchmark_named(options.name), options.split, options.data)
-    out = _out(options, options.name, options.split)
+    out = _recording_folder(options, options.name, options.split)
     inputs.find_model(options.model, text=True)
-    from loopscope.analysis.model_analysis import metric_accuracies
+    from loopscope.analysis.benchmark_results import metric_accuracies
 
     chosen = given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
-    with _recording(options, f"{options.name}, {options.split}", out) as advance:
+    with _recording_progress(options, f"{options.name}, {options.split}", out) as advance:
         recording = ls.record_benchmark(
             *(options.model, options.name, options.split, out),
             device=inputs.device_of(options),
@@ -244,8 +244,8 @@ def _record_benchmark(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _recording(options: argparse.Namespace, title: str, out: Path) -> Iterator[ProgressCallback]:
-    """Progress; and a note if all of it was there before."""
+def _recording_progress(options: argparse.Namespace, title: str, out: Path) -> Iterator[ProgressCallback]:
+    """Show progress of a recording, and note if all of it existed before."""
     there = is_file(out / MANIFEST)
     with working(options, title) as advance:
         yield advance
@@ -253,7 +253,8 @@ def _recording(options: argparse.Namespace, title: str, out: Path) -> Iterator[P
         print_note(f"{out} was there already, made with the same settings; nothing was recorded again.")
 
 
-def _out(options: argparse.Namespace, *place: str) -> Path:
+def _recording_folder(options: argparse.Namespace, *place: str) -> Path:
+    """The folder that a recording is written to: --out, or a place in the run."""
     if options.out is None and not Path(options.model).is_dir():
         raise UserError("Say with --out where the recording goes.")
     return options.out or Path(options.model, "recordings", *place)

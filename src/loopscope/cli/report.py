@@ -55,13 +55,13 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope report` was asked."""
+    """Execute `loopscope report` with its parsed arguments."""
     targets = target_accuracies(options.at)
-    runs, reference = _runs(options)
+    runs, reference = _reported_runs(options)
     if options.transfer and len(runs) < 2:
         raise UserError("--transfer replays the rules of one run on another; give two runs or more.")
     for path in options.policy:
-        inputs.load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
+        inputs.load_policy(path, options.any_model)  # rejects a bad policy before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
     from loopscope.paper.counterparts import PRODUCTS
     from loopscope.report.write import check_report_place
@@ -86,13 +86,14 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def add_report_options(parser: Parser) -> None:
+    """Add the options that `report` and `study` share."""
     shown = parser.add_mutually_exclusive_group()  # --open opens the page, which --product does not write
     add_shared(shown, "--product NAME", "--open")
     add_shared(parser, "--style")
 
 
 def shown_command(verb: Sequence[object], options: dict[str, Any]) -> str:
-    """What to type for the same: a verb with its arguments, and its options; those without a value are left out."""
+    """The command line that makes the same report: a verb, its arguments, and its options that have a value."""
     words = ["loopscope", *map(str, verb)]
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:
@@ -102,8 +103,8 @@ def shown_command(verb: Sequence[object], options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
-    """The runs that are shown, and the name of the reference, which is one of them."""
+def _reported_runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
+    """The runs of a report, and the name of the reference among them."""
     runs = [find_recordings(model) for run in options.runs for model in inputs.models_of(run)]
     reference = inputs.reference_of(options.reference, runs)
     if reference is None:
@@ -115,7 +116,7 @@ def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
 
 
 def check_products(names: Sequence[str]) -> None:
-    """Rejects names that no product and no group of them has."""
+    """Reject names of no product and no group of products."""
     from loopscope.paper.counterparts import PRODUCTS
 
     known = [*PRODUCTS.groups, *PRODUCTS.recipes]
@@ -131,7 +132,7 @@ def show_report(
     products: Sequence[str],
     commands: tuple[str, str],
 ) -> None:
-    """Writes the report, then prints its verdicts and the tables that matter most; or makes only --product.
+    """Write a report, then print its verdicts and main tables; or make only the products of --product.
 
     `commands` are the one that made it and the one that makes its products again.
     """
@@ -155,7 +156,7 @@ def show_report(
         print_json(results)
         return
     for members in (members for _, members in results.grouped if members):
-        print_sentences(f"{members[0].label}{_role(members)}: {members[0].diagnosis.sentence}\n")
+        print_sentences(f"{members[0].label}{_run_remark(members)}: {members[0].diagnosis.sentence}\n")
     for product in made:
         if product.table is not None and product.name in _HEADLINES:
             print_table(product.table.title, product.table.columns, product.table.rows)
@@ -165,7 +166,7 @@ def show_report(
 
 
 def _show_products(names: list[str], made: "list[Product]", folder: Path, options: argparse.Namespace) -> None:
-    """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
+    """Print these tables and write these figures, without a change to other files of the folder."""
     from loopscope.report.charts import write_figure
 
     for name in names:
@@ -189,8 +190,8 @@ def _show_products(names: list[str], made: "list[Product]", folder: Path, option
         print_json(printed)
 
 
-def _role(members: "Sequence[ModelResult]") -> str:
-    """What is said of a run beside its name: that it is the reference, and which verdicts its other seeds get."""
+def _run_remark(members: "Sequence[ModelResult]") -> str:
+    """The words beside a run's name: the reference, or the verdicts of its other seeds."""
     first, *others = members
     words = ["the reference"] if first.is_reference else []
     if others:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from loopscope.checks.model_contract import Check, CheckKind
 
 KINDS: "tuple[CheckKind, ...]" = ("contract", "precision", "batch", "cache", "replay", "speed")
-"""Those of `checks`, which takes PyTorch to import."""
+"""The names in `checks`, which would import PyTorch."""
 
 
 def define(subparsers: Any) -> None:
@@ -45,7 +45,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do what `loopscope selfcheck` was asked."""
+    """Execute `loopscope selfcheck` with its parsed arguments."""
     folder = find_model(options.model, text=options.text is not None)
     if is_of_task(folder):
         finished_run(folder, options.with_model)
@@ -67,24 +67,26 @@ def execute(options: argparse.Namespace) -> int:
             source="a sample that LoopScope has" if options.text is None else str(options.text),
             progress=advance,
         )
-    show(found, options.json, lambda: _print(found))
+    show(found, options.json, lambda: _print_checks(found))
     for check in found.failed:
-        why = _measured(check) or check.note.rstrip(".")
+        why = _measured_text(check) or check.note.rstrip(".")
         print_note(f"loopscope: {check.kind}: {check.what} is not as it should be ({why}).")
     return 1 if found.failed else 0
 
 
-def _print(found: "SelfCheck") -> None:
+def _print_checks(found: "SelfCheck") -> None:
+    """Print the checks of a model."""
     verdicts = {True: "PASS", False: "FAIL", None: "-"}
     rows = []
     for check in found.checks:
         what = f"{check.what} ({check.note})" if check.note else check.what
         limit = "" if check.limit is None else f"{'≥' if check.kind == 'speed' else '≤'} {check.limit:g}"
-        rows.append([check.kind, what, _measured(check), limit, verdicts[check.passed]])
+        rows.append([check.kind, what, _measured_text(check), limit, verdicts[check.passed]])
     title = f"{found.model}: {found.num_loops} loops, {found.dtype} on {found.device}, checked on {found.tokens}"
     print_table(title, ["check", "what", "measured", "limit", "verdict"], rows, keys=2)
     print_sentences(found.sentence)
 
 
-def _measured(check: "Check") -> str:
+def _measured_text(check: "Check") -> str:
+    """The measured value of a check, as text."""
     return "" if check.measured is None else f"{check.measured:.3g} {check.unit}"

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
 _STEPS |= {"policy": "policies", "analysis": "analyses", "transfer": "transfers", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
-"""What of a study's checkpoints the command line can change."""
+"""The settings of a study's checkpoints that the command line can change."""
 _USUAL_TFLOPS = 40, 125
 """Between these is what training reaches on a GPU of today, by rule of thumb: none of ours was there to be measured."""
 _HASH_DIGITS = 8
-"""Of an artifact: as many as tell runs apart, and leave room for their names."""
+"""The characters of an artifact's key that tell runs apart and leave room for their names."""
 
 
 def define(subparsers: Any) -> None:
@@ -53,7 +53,7 @@ def define(subparsers: Any) -> None:
         parser = add_verb(kinds, name, execute.__doc__, execute, resumes=name == "run")
         option(parser, "study", f"a TOML file, or a study that ships with LoopScope: {', '.join(shipped)}")
         option(parser, "--out DIR", "folder of the study (default: runs/NAME-OF-THE-FILE)", type=out_folder)
-        _add_compute(parser)
+        _add_compute_options(parser)
         add_shared(parser, "--device NAME")
         group = parser.add_argument_group("in place of what the study says of its checkpoints")
         models = "folder of a checkpoint, or its name on the Hub (repeatable)"
@@ -69,7 +69,7 @@ def define(subparsers: Any) -> None:
             reached = "TFLOP/s that training reaches on your GPU (default: measured on --device)"
             option(parser, "--tflops X", reached, type=rate)
         if name == "run":
-            _add_execution(parser)
+            _add_worker_options(parser)
             shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device; cuda is every GPU)"
             option(parser, "--devices LIST", shared, type=gpu_names)
             parser.excludes("devices", "device", "engine")
@@ -78,15 +78,17 @@ def define(subparsers: Any) -> None:
 
 
 def define_demo(subparsers: Any) -> None:
+    """Add the arguments of `loopscope demo` to the parser."""
     parser = add_verb(subparsers, "demo", _run_demo.__doc__, _run_demo, resumes=True)
     option(parser, "--out DIR", "folder of the demo", type=out_folder, default="runs/demo")
-    _add_compute(parser)
-    _add_execution(parser)
+    _add_compute_options(parser)
+    _add_worker_options(parser)
     unused = dict.fromkeys((*_CHECKPOINT_OPTIONS, "devices"))
     parser.set_defaults(study="demo", product=(), style="page", device="cpu", **unused)
 
 
-def _add_compute(parser: Parser) -> None:
+def _add_compute_options(parser: Parser) -> None:
+    """Add the options of a study's devices and threads."""
     option(parser, "--store DIR", "folder of all artifacts (default: store, beside --out)", type=out_folder)
     changed = "change a setting of all runs, such as training.steps=300 (repeatable)"
     option(parser, "--set A.B=C", changed, action="append")
@@ -94,7 +96,8 @@ def _add_compute(parser: Parser) -> None:
     option(parser, "--threads N", "CPU threads of every task", default=1)
 
 
-def _add_execution(parser: Parser) -> None:
+def _add_worker_options(parser: Parser) -> None:
+    """Add the options of a study's workers and engine."""
     engines = "run tasks in processes here (default), or on Ray"
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
     option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the one this machine is in)")
@@ -118,15 +121,15 @@ def _run(options: argparse.Namespace) -> None:
 
     An interrupted study continues with the same command. Artifacts of other studies are used again.
     """
-    expanded = _expand(options)
+    expanded = _expanded_study(options)
     from loopscope.studies.executors import run_study, training_left, training_time
 
     check_products(expanded.study.products)
     requested = options.device
     options.device = requested if options.devices is None else "cuda"
-    plan, store = _make_plan(options, expanded)
-    devices = _devices(options, requested)
-    plan.check_folder(_out(options))
+    plan, store = _plan_and_store(options, expanded)
+    devices = _worker_devices(options, requested)
+    plan.check_folder(_study_folder(options))
     if options.engine == "local" and not options.force:
         for expected in training_time(training_left(plan.steps, store), devices[0]):
             expected.check()
@@ -135,12 +138,12 @@ def _run(options: argparse.Namespace) -> None:
         try:
             run_study(plan, store, advance, *compute)
         finally:
-            plan.link(store, _out(options))
-    _report(options, plan, store)
+            plan.link(store, _study_folder(options))
+    _write_study_report(options, plan, store)
 
 
-def _devices(options: argparse.Namespace, requested: str) -> list[str]:
-    """The devices that share the work: the GPUs that are named, or all where the requested device has no number."""
+def _worker_devices(options: argparse.Namespace, requested: str) -> list[str]:
+    """The devices of a study's workers: named GPUs, or all of them if --device has no number."""
     from loopscope.models.device import check_device, devices_of_type
 
     if options.devices is None and (options.engine == "ray" or requested not in ("auto", "cuda")):
@@ -173,42 +176,43 @@ def _report_finished(options: argparse.Namespace) -> None:
     # one table; docs/how-to/paper.md lists all products
     loopscope study report mano --product gate_summary
     """
-    expanded = _expand(options)
+    expanded = _expanded_study(options)
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     check_products([*expanded.study.products, *options.product])
-    if not (_out(options).exists() or any(_store(options).glob("analysis-*"))):  # which takes no plan and no PyTorch
+    if not (_study_folder(options).exists() or any(_study_store(options).glob("analysis-*"))):  # needs no plan
         raise nothing
-    plan, store = _make_plan(options, expanded)
-    plan.check_folder(_out(options))
+    plan, store = _plan_and_store(options, expanded)
+    plan.check_folder(_study_folder(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)
     if missing == len(plan.models):
         raise nothing
     if missing:
         print_note(f"{missing} of {len(plan.models)} models are not analysed yet; the report is of the others.")
-    _report(options, plan, store)
+    _write_study_report(options, plan, store)
 
 
-def _expand(options: argparse.Namespace) -> ExpandedStudy:
-    """The study with all of its runs, read without PyTorch."""
+def _expanded_study(options: argparse.Namespace) -> ExpandedStudy:
+    """Read the study that the arguments name, with all of its runs and without PyTorch."""
     return expand_study(options.study, options.set, given(options, *_CHECKPOINT_OPTIONS))
 
 
-def _make_plan(options: argparse.Namespace, expanded: ExpandedStudy) -> tuple["Plan", Path]:
-    """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
+def _plan_and_store(options: argparse.Namespace, expanded: ExpandedStudy) -> tuple["Plan", Path]:
+    """The plan of a study and its store; other threads or devices make other artifacts."""
     from loopscope.studies.plan import make_plan
 
     device_of(options)
     usual = (options.device, options.threads) == ("cpu", 1)
     arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
-    return make_plan(expanded, arithmetic), _store(options)
+    return make_plan(expanded, arithmetic), _study_store(options)
 
 
-def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
+def _write_study_report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
+    """Write the report of a study's results."""
     from loopscope.models.device import check_device
 
     results = plan.results(store)
-    folder = _out(options) / "report"
+    folder = _study_folder(options) / "report"
     device = None if options.device == "cpu" == check_device("auto").type else options.device
     run, report = (_command(options, kind, device) for kind in ("run", "report"))
     details = plan.details(results, store)
@@ -216,7 +220,7 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
 
 
 def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
-    """What to type for the same study."""
+    """The command line that continues the same study."""
     words = {"set": options.set, "model": options.models, "benchmark": options.benchmarks, "data": options.data}
     words |= {"limit": options.limit, "dtype": options.dtype, "out": options.out, "store": options.store}
     words |= {"device": device, "threads": None if options.threads == 1 else options.threads}
@@ -230,13 +234,13 @@ def _plan(options: argparse.Namespace) -> None:
     loopscope study plan paper --tflops 40  # the GPU hours at this rate
     loopscope study plan paper --json
     """
-    plan, store = _make_plan(options, _expand(options))
+    plan, store = _plan_and_store(options, _expanded_study(options))
     from loopscope.studies.executors import training_left
     from loopscope.training.estimate import step_flops
 
     left = training_left(plan.steps, store)
     known = [(settings, steps) for settings, steps in left if not settings.model.is_custom]
-    work = _Work(sum(steps for _, steps in left), sum(step_flops(settings) * steps for settings, steps in known))
+    work = _Training(sum(steps for _, steps in left), sum(step_flops(settings) * steps for settings, steps in known))
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
         steps = [
@@ -259,8 +263,8 @@ def _plan(options: argparse.Namespace) -> None:
     print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
 
 
-class _Work(NamedTuple):
-    """Training that is to be done."""
+class _Training(NamedTuple):
+    """The training that is left in a study."""
 
     steps: int
     flop: float
@@ -269,8 +273,8 @@ class _Work(NamedTuple):
         return self.flop / (tflops * 1e12) / 3600
 
 
-def _expected_time(options: argparse.Namespace, left: "list[tuple[RunSettings, int]]", work: _Work) -> str:
-    """The time of training: at the rate that is given, at the one measured here, or of GPUs where no CPU does it."""
+def _expected_time(options: argparse.Namespace, left: "list[tuple[RunSettings, int]]", work: _Training) -> str:
+    """The expected time of training: at a given rate, at the rate measured here, or on GPUs."""
     from loopscope.studies.executors import training_time
 
     flop = f"{work.flop / 1e18:.3g} EFLOP"
@@ -291,6 +295,7 @@ def _expected_time(options: argparse.Namespace, left: "list[tuple[RunSettings, i
 
 
 def _print_models(plan: "Plan") -> None:
+    """Print the models of a study's plan."""
     trained, scored = [], []
     for model in plan.models:
         gates = str(len(model.analysis.gates) or "")
@@ -315,9 +320,9 @@ def _status(options: argparse.Namespace) -> None:
 
     loopscope study status mano
     """
-    plan, store = _make_plan(options, _expand(options))
-    plan.check_folder(_out(options))
-    states = {model.name: _state(model, store) for model in plan.models}
+    plan, store = _plan_and_store(options, _expanded_study(options))
+    plan.check_folder(_study_folder(options))
+    states = {model.name: _model_state(model, store) for model in plan.models}
     if options.json:
         done = sum(step.done(store) for step in plan.steps)
         print_json({"models": states, "done": done, "steps": len(plan.steps)})
@@ -326,7 +331,8 @@ def _status(options: argparse.Namespace) -> None:
     _print_steps(plan, store)
 
 
-def _state(model: "Model", store: Path) -> str:
+def _model_state(model: "Model", store: Path) -> str:
+    """The state of a model in a study: finished, begun or missing."""
     training, analysis = model.training, model.analysis
     if analysis.done(store):
         return "analysed" + ("; not timed yet" if model.timing and not model.timing.done(store) else "")
@@ -341,6 +347,7 @@ def _state(model: "Model", store: Path) -> str:
 
 
 def _print_steps(plan: "Plan", store: Path) -> None:
+    """Print the steps of a study's plan, and which artifacts exist."""
     rows = []
     for kind, name in _STEPS.items():
         done = [step.done(store) for step in plan.steps if step.kind == kind]
@@ -349,9 +356,11 @@ def _print_steps(plan: "Plan", store: Path) -> None:
     print_table("", ["what", "in all", "there", "to be made"], rows)
 
 
-def _out(options: argparse.Namespace) -> Path:
+def _study_folder(options: argparse.Namespace) -> Path:
+    """The folder of a study: --out, or a folder with its name."""
     return options.out or Path("runs") / Path(options.study).stem
 
 
-def _store(options: argparse.Namespace) -> Path:
-    return options.store or _out(options).parent / "store"
+def _study_store(options: argparse.Namespace) -> Path:
+    """The store of a study's artifacts."""
+    return options.store or _study_folder(options).parent / "store"

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.certify.tested_data import counted_in, decision_unit
+from loopscope.certify.tested_data import counted_in_words, decision_unit
 from loopscope.cli import inputs
 from loopscope.cli.options import add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
@@ -20,8 +20,8 @@ from loopscope.errors import UserError
 from loopscope.frontier import Frontier, sweep
 from loopscope.learned.attach import attach
 from loopscope.readouts.readout import needs_labels
+from loopscope.readouts.replay import available_readouts
 from loopscope.recording_paths import find_recording, find_recordings
-from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Do what `loopscope sweep` was asked."""
+    """Execute `loopscope sweep` with its parsed arguments."""
     if len(options.recordings) > 2:
         raise UserError("Give a run, or two recordings: one for choosing thresholds, and one for evaluating them.")
     folders = _two_recordings(options.recordings)
@@ -55,7 +55,7 @@ def execute(options: argparse.Namespace) -> None:
 
     requested = targets.as_targets(target_accuracies(options.at))
     levels = [targets.target_level(target, calibration, evaluation) for target in requested]
-    silent = {level.target: diagnosis.without_verdict(calibration, evaluation, level) for level in levels}
+    silent = {level.target: diagnosis.no_verdict_sentence(calibration, evaluation, level) for level in levels}
     if options.json:
         reached = levels[0].reached
         details = (threshold_details.detailed_frontier(each, (), evaluation, reached) for each in frontiers)
@@ -69,7 +69,7 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
-    """The calibration and the evaluation recording, of a run or one by one."""
+    """The calibration and the evaluation recording of a sweep: from a run, or given one by one."""
     if len(given) == 1:
         folder = find_recordings(given[0])
         return folder / "validation", folder / "test"
@@ -81,6 +81,7 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
 
 
 def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: "list[TargetLevel]") -> None:
+    """Print the frontiers of a sweep: D@X and the chosen operating point of every readout."""
     rows = []
     for frontier in frontiers:
         one_point = needs_labels(frontier.readout)
@@ -90,7 +91,7 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
         selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
         rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
     means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
-    title = f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
+    title = f"{counted_in_words(evaluation, evaluation.split or 'evaluation')}{means}."
     title += " D@X: least average loops on the evaluation curve that reach X." if levels else ""
     title += " Selected: the most accurate threshold on calibration data, evaluated."
     for level in levels:

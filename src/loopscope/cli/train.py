@@ -33,6 +33,7 @@ def define(subparsers: Any) -> None:
 
 
 def define_pretrain(subparsers: Any) -> None:
+    """Add the arguments of `loopscope pretrain` to the parser."""
     parser = add_verb(subparsers, "pretrain", _pretrain.__doc__, _pretrain, resumes=True)
     texts = {"type": text_file, "nargs": "+", "required": True}
     option(parser, "settings", "a TOML file with the settings", type=partial(text_file, what="TOML file"))
@@ -93,11 +94,13 @@ def _pretrain(options: argparse.Namespace) -> None:
 
 
 def _pretrain_settings(options: argparse.Namespace) -> Any:
+    """The settings of a training run on text, from file and options."""
     read = read_pretrain_settings if options.start is None else read_continue_settings
     return read(options.settings, options.set)
 
 
 def _task_run(options: argparse.Namespace) -> "TaskRun":
+    """The training run on a task that the options describe."""
     from loopscope.training.task_run import TaskRun, initial_model
 
     run = TaskRun(read_settings(options.settings, options.set), options.out).with_model()
@@ -109,6 +112,7 @@ def _task_run(options: argparse.Namespace) -> "TaskRun":
 
 
 def _text_run(options: argparse.Namespace) -> "TextRun":
+    """The training run on a text that the options describe."""
     from loopscope.training.language_run import ContinuedRun, LanguageRun
 
     settings, texts = _pretrain_settings(options), (tuple(options.text), tuple(options.validation))
@@ -120,7 +124,7 @@ def _text_run(options: argparse.Namespace) -> "TextRun":
 def _train_with_workers(
     options: argparse.Namespace, make_run: "Callable[[argparse.Namespace], TaskRun | TextRun]"
 ) -> None:
-    """Trains with the workers that torchrun started, or in this process alone; the first one speaks for all."""
+    """Train with the workers that torchrun started, or in this process; only the first worker prints."""
     from loopscope.training.parallel import exit_worker, join_workers, shared_device
     from loopscope.training.training_loop import steps_done, train_run
 
@@ -132,7 +136,7 @@ def _train_with_workers(
             start = steps_done(options.out)
             left = run.settings.training.steps - start
             if workers.is_main and left and not options.force:
-                seconds = _checked_seconds(run, options.settings, start, device, workers)
+                seconds = _estimated_seconds(run, options.settings, start, device, workers)
                 notes.append(f"{left:,} steps to go, about {clock(seconds)} on a quiet machine.")
         with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
             result = train_run(run, device, advance, workers)
@@ -140,15 +144,15 @@ def _train_with_workers(
             state = (
                 f"went on from step {start:,}" if start and left else "is finished" if left else "was finished already"
             )
-            _print(result, state, options.json)
+            _print_trained(result, state, options.json)
     if workers.count > 1:
         exit_worker(0)
 
 
-def _checked_seconds(
+def _estimated_seconds(
     run: "TaskRun | TextRun", source: str | Path, start: int, device: "torch.device", workers: "Workers"
 ) -> float:
-    """What the steps that are left take, unless they are far too much for this machine."""
+    """Estimate the time of the remaining steps; reject a run that is far too large for this machine."""
     from loopscope.training.estimate import check_memory, estimate_time, time_for
     from loopscope.training.task_run import TaskRun
 
@@ -164,8 +168,8 @@ def _checked_seconds(
     return expected.seconds
 
 
-def _print(result: "RunResult", state: str, as_json: bool) -> None:
-    """The validation of a finished run at every loop."""
+def _print_trained(result: "RunResult", state: str, as_json: bool) -> None:
+    """Print the validation of a finished run at every loop."""
     if as_json:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **result.final})
     else:

@@ -15,7 +15,7 @@ Fitted: TypeAlias = FittedGate | Stopper
 
 
 def by_readout(gates: Mapping[str, Fitted]) -> dict[str, Fitted]:
-    """Under the names of their readouts, `gate:NAME` and `stopper:NAME`."""
+    """Fitted gates and stoppers by the names of their readouts, `gate:NAME` and `stopper:NAME`."""
     return {gate.prefix + name: gate for name, gate in gates.items()}
 
 
@@ -57,11 +57,12 @@ def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
 
 
 def load_fitted(folder: str | Path) -> Fitted:
-    """The gate or the stopper in a folder."""
+    """Load a fitted gate or a stopper from its folder."""
     path = Path(folder)
-    return read_whole(path, lambda: _read(path))
+    return read_whole(path, lambda: _load_by_kind(path))
 
 
-def _read(folder: Path) -> Fitted:
+def _load_by_kind(folder: Path) -> Fitted:
+    """Load a folder as a stopper or as a fitted gate, by the kind in its manifest."""
     kind = read_manifest(folder, GATE, GATE_SCHEMA).contents.get("kind")
     return Stopper.load(folder) if kind in STOPPER_KINDS else FittedGate.load(folder)

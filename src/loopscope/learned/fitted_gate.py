@@ -71,7 +71,7 @@ class FittedGate:
     what: ClassVar[str] = "gate"
 
     def __post_init__(self) -> None:
-        """What is not finite would never exit, and what has another shape would be broadcast."""
+        """Reject weights that are not finite (they would never exit) or have another shape."""
         arrays = {name: as_array(value, f"{name} of a gate") for name, value in self.tensors.items()}
         width = arrays["weight"].shape
         inner = arrays["weight_1"].shape[1:] if "weight_1" in arrays else ()
@@ -252,7 +252,7 @@ class FittedGate:
 
 
 def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) -> None:
-    """Refuses another model than the one to whose recording it was fitted (where both are known)."""
+    """Reject a model or recording if a gate was fitted to another model (where both are known)."""
     own = provenance.get("weights_sha256")
     if own is not None and weights is not None and not same_model(own, weights):
         raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")

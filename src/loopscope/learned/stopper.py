@@ -41,7 +41,7 @@ _TENSORS = {"edges": 3, "roots": 2, "feature": 1, "threshold": 1, "below": 1, "a
 
 
 class StopperContents(Settings, frozen=True, kw_only=True):
-    """What a stopper is besides its numbers."""
+    """The manifest of a saved stopper: all except its arrays."""
 
     kind: StopperKind
     signals: list[str]
@@ -104,7 +104,7 @@ class Stopper:
         """A forest that was put together wrongly would walk in circles, or answer without a word."""
         object.__setattr__(self, "signals", tuple(self.signals))
         for name in self.signals:
-            readable(name)
+            readout_for_stopper(name)
         arrays = {name: as_array(getattr(self, name), f"{name} of a stopper") for name in _TENSORS}
         for name, array in arrays.items():
             object.__setattr__(self, name, array.astype(np.int64) if array.dtype.kind == "u" else array)
@@ -288,7 +288,7 @@ class Stopper:
 
     @cached_property
     def _walk(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """[M] what every node asks for, and [2 M] where it goes on: below, above; of the type that indexes fastest."""
+        """[M] the feature of every node and [2 M] its children (below, above), in the type that indexes fastest."""
         children = np.stack((self.below, self.above), axis=1).ravel()
         return self.feature.astype(np.intp), children.astype(np.intp)
 
@@ -359,7 +359,7 @@ class Stopper:
 
 
 def price_index(gains: Signal, prices: Array) -> Signal:
-    """[N] the price up to which going on pays, from what it gains [N, G] at rising prices.
+    """[N] the highest price of a loop at which going on pays, from the gains [N, G] at rising prices.
 
     Between two prices by a straight line; where going on does not even pay for nothing, what it loses. In truth the
     gains fall with the price; what was estimated is made to.
@@ -375,8 +375,8 @@ def price_index(gains: Signal, prices: Array) -> Signal:
     return index
 
 
-def readable(name: str) -> Readout:
-    """The built-in readout of this name, whose signal a running model has, too."""
+def readout_for_stopper(name: str) -> Readout:
+    """The built-in readout of this name, if a stopper can read its signal in a running model, too."""
     found = find_readout(name) if ":" not in name else None
     if found is None or found.is_own or found.takes != "threshold":
         raise UserError(f"A stopper reads built-in signals of one loop, such as entropy or margin; got '{name}'.")
@@ -384,14 +384,14 @@ def readable(name: str) -> Readout:
 
 
 def bins_by_loop(names: tuple[str, ...], trajectory: Trajectory, edges: Array) -> Iterator[Array]:
-    """[N, F] the bins of these signals, at every loop that has edges [T-1, F, E]."""
+    """[N, F] the bins of a stopper's signals, at every loop that has edges [T-1, F, E]."""
     values = [signal(name, trajectory) for name in names]
     for loop, own in enumerate(edges):
         yield bins_of(np.stack([each[:, loop] for each in values], axis=1), own)
 
 
 def bins_of(signals: Array, edges: Array) -> Array:
-    """[N, F] in which bin each of these signals [N, F] of a loop is; in the first where it has no value yet."""
+    """[N, F] the bin of each signal [N, F] of one loop; the first bin if a signal has no value yet."""
     columns = [np.searchsorted(own, values, side="right") for values, own in zip(signals.T, edges, strict=True)]
     bins = np.stack(columns, axis=1).astype(np.min_scalar_type(edges.shape[1]))
     bins[np.isnan(signals)] = 0

@@ -19,22 +19,23 @@ from numpy.typing import NDArray
 from loopscope.config import Count, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.leaks import check_split, fitting_data
-from loopscope.learned.stopper import Stopper, StopperKind, bins_of, price_index, readable
+from loopscope.learned.attach import Fitted, attach
+from loopscope.learned.stopper import STOPPER_KINDS, Stopper, StopperKind, bins_of, price_index, readout_for_stopper
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.replay import has_signal, signal
-from loopscope.readouts.signals import OWN_GATES, Array, Signal
+from loopscope.readouts.signals import OWN_GATES, STOPPER, Array, Signal
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
 PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0])
-"""Of a loop, in accuracy: at 0.01 a loop is worth it if it makes one more example in a hundred right."""
+"""The prices of a loop, in accuracy: at 0.01, a loop must make one more example in a hundred right."""
 SIGNALS_READ = (*OWN_GATES, *POST_HOC, "patience", "settling", "hidden_acceleration")
-"""Those that a stopper reads, where the recording has them."""
+"""The signals that a stopper reads if the recording has them."""
 _EDGES, _FOLDS = 127, 3
 MIN_EXAMPLES, MIN_UNITS = 100, 10
 """Examples, and sequences or different inputs, below which nothing is learned."""
 MAX_EXAMPLES = 1 << 15
-"""Of more examples, so many drawn at random are fitted to."""
+"""A stopper is fitted to at most this many examples, drawn at random."""
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
@@ -62,6 +63,8 @@ class StopperSettings(Settings, frozen=True, kw_only=True):
 
 
 class FittedStopper(NamedTuple):
+    """A stopper with its out-of-bag signal on the recording that it was fitted to."""
+
     stopper: Stopper
     out_of_bag: (
         Signal  # [N, T] its signal on the recording that it was fitted to, by trees that did not have the example
@@ -108,7 +111,7 @@ def fit_stopper(
 def fit_out_of_bag(
     recording: Trajectory, settings: StopperSettings | None = None, *, signals: list[str] | None = None, **changes: Any
 ) -> FittedStopper:
-    """The same, and what it says of the recording itself without having seen the example."""
+    """Fit a stopper, and give its signal on the recording by trees that did not see each example."""
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
     check_split(recording, "A stopper must not be fitted", "train")
     if too_little := why_not_learned(recording):
@@ -117,17 +120,17 @@ def fit_out_of_bag(
     if not names:
         raise UserError("The recording has no signal that a stopper could read; record logits, states or a gate.")
     for name in names:
-        readable(name)
+        readout_for_stopper(name)
     right = recording.correct if settings.gain == "correct" else recording.predicted == recording.predicted[:, -1:]
-    rows, units = _learned_from(recording, settings.seed)
+    rows, units = _fitting_examples(recording, settings.seed)
     values = [signal(name, recording) for name in names]
     edges, bins = [], []
     for loop in range(recording.num_loops - 1):
         now = np.stack([each[rows, loop] for each in values], axis=1)
-        edges.append(_edges(now))
+        edges.append(_bin_edges(now))
         bins.append(bins_of(now, edges[-1]))
     provenance = {"stopper": plain(settings), **fitting_data(recording)}
-    fitting = _Fitting(settings, names, np.stack(edges), bins, right[rows].astype(np.float64), units)
+    fitting = _StopperFitting(settings, names, np.stack(edges), bins, right[rows].astype(np.float64), units)
     stopper, out_of_bag = fitting.run(provenance)
     if len(out_of_bag) == recording.num_examples:
         return FittedStopper(stopper, out_of_bag)
@@ -137,29 +140,29 @@ def fit_out_of_bag(
 
 
 def why_not_learned(recording: Trajectory) -> str:
-    """Why nothing can be learned from a recording, whatever its signals; nothing where it can."""
+    """The reason why no stopper can be learned from a recording; empty if one can."""
     if recording.num_loops < 2:
         return "With one loop there is no exit to choose, so no stopper to fit."
     if recording.num_examples < MIN_EXAMPLES:
         return f"A stopper is learned from {MIN_EXAMPLES} examples or more; there are {recording.num_examples}."
-    together = _kept_together(recording)
+    together = _fold_units(recording)
     if together is not None and together.max() + 1 < MIN_UNITS:
         units = "different inputs" if recording.sequences is None else "sequences"
         return f"A stopper is learned from {MIN_UNITS} {units} or more; there are {together.max() + 1}."
     return ""
 
 
-def _kept_together(recording: Trajectory) -> Array | None:
-    """[N] the sequence of an example, or its input where inputs have copies, which are in one fold."""
+def _fold_units(recording: Trajectory) -> Array | None:
+    """[N] the sequence of an example, or its input if inputs have copies: one fold holds all of it."""
     return recording.copies if recording.units is None else recording.units
 
 
-def _learned_from(recording: Trajectory, seed: int) -> tuple[Any, Array | None]:
+def _fitting_examples(recording: Trajectory, seed: int) -> tuple[Any, Array | None]:
     """The examples that a stopper is fitted to, and the unit [n] of each if some belong together.
 
     All of them, or of many some units drawn by lot: more would hardly change a forest of such coarse trees.
     """
-    together = _kept_together(recording)
+    together = _fold_units(recording)
     if recording.num_examples <= MAX_EXAMPLES:
         return slice(None), together
     drawn = np.random.default_rng(seed)
@@ -178,7 +181,24 @@ def stopper_signals(*recordings: Trajectory) -> list[str]:
     return [name for name in SIGNALS_READ if all(has_signal(name, each) for each in recordings)]
 
 
-class _Fitting:
+def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory, Trajectory]:
+    """Add learned stoppers to both recordings: one of each kind, learned from all signals of validation data.
+
+    On validation data their signals are cross-fitted, so that thresholds and the choice of a readout can come from
+    there, as for every other readout. The recordings stay as they are where none can be learned.
+    """
+    names = stopper_signals(validation, test)
+    if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
+        return validation, test
+    learned, stoppers = dict[str, Signal](), dict[str, Fitted]()
+    for kind in STOPPER_KINDS:
+        stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
+    return validation.with_signals(learned, validation.provenance), attach(test, stoppers)
+
+
+class _StopperFitting:
+    """Fits the trees of a stopper by backward induction, from the last loop to the first."""
+
     def __init__(
         self,
         settings: StopperSettings,
@@ -189,7 +209,7 @@ class _Fitting:
         units: Array | None,
     ) -> None:
         self._settings, self._names, self._edges, self._bins, self._right = settings, names, edges, bins, right
-        self._forests: list[_Trees] = []
+        self._forests: list[_StopperTrees] = []
         self._fold: Array | None = None  # [N] of whole sequences, or of all copies of an input
         if units is not None:
             self._fold = np.random.default_rng(settings.seed).permutation(units.max() + 1)[units] % _FOLDS
@@ -208,18 +228,18 @@ class _Fitting:
                 later = np.where(goes_on, later - prices, now)
             else:
                 out_of_bag[:, loop] = self._forest(loop, np.maximum(later - now, 0.0))[:, 0]
-        parts = _joined(self._forests[::-1])
+        parts = _joined_loops(self._forests[::-1])
         stopper = Stopper(self._settings.kind, self._names, self._edges, *parts, prices, provenance)
         return FittedStopper(stopper, out_of_bag)
 
     def _forest(self, loop: int, targets: Signal) -> Signal:
-        """Fits a loop's forest to targets [N, G]; [N, G] what is said of each example by trees that did not have it."""
+        """Fit one loop's forest to targets [N, G]; return out-of-bag predictions [N, G]."""
         now = self._bins[loop]
         before = self._bins[loop - 1] if loop else np.zeros_like(now)
         features = np.concatenate((now, before), axis=1).astype(np.float32)
         fitted_to = targets if targets.shape[1] > 1 else targets[:, 0]
         forest = self._grown(loop, features, fitted_to)
-        self._forests.append(_Trees.of(forest))
+        self._forests.append(_StopperTrees.of(forest))
         if self._fold is None:
             return np.asarray(forest.oob_prediction_).reshape(targets.shape)
         found = np.empty(targets.shape)
@@ -236,20 +256,20 @@ class _Fitting:
             self._settings.trees,
             min_samples_leaf=self._settings.leaf or max(10, len(self._right) // 200),
             bootstrap=True,
-            oob_score=_no_score if self._fold is None else False,
+            oob_score=_unused_forest_score if self._fold is None else False,
             random_state=self._settings.seed + loop,
             n_jobs=1,
         )
         return forest.fit(features, targets)
 
 
-def _no_score(*_: Any) -> float:
-    """The score that goes with out-of-bag predictions, which nobody asks for."""
+def _unused_forest_score(*_: Any) -> float:
+    """The score that scikit-learn computes beside out-of-bag predictions; LoopScope does not use it."""
     return 0.0
 
 
-class _Trees(NamedTuple):
-    """The trees of one loop, one after the other."""
+class _StopperTrees(NamedTuple):
+    """The trees of a stopper at one loop, as arrays of nodes."""
 
     roots: NDArray[np.int32]  # [K]
     feature: NDArray[np.int16]
@@ -259,11 +279,11 @@ class _Trees(NamedTuple):
     value: NDArray[np.float32]  # [nodes, G]
 
     @classmethod
-    def of(cls, forest: Any) -> "_Trees":
+    def of(cls, forest: Any) -> "_StopperTrees":
         return _joined_trees([cls._of_tree(each.tree_) for each in forest.estimators_])
 
     @classmethod
-    def _of_tree(cls, tree: Any) -> "_Trees":
+    def _of_tree(cls, tree: Any) -> "_StopperTrees":
         leaf, itself = tree.children_left < 0, np.arange(tree.node_count)
         return cls(
             np.zeros(1, dtype=np.int32),
@@ -275,24 +295,24 @@ class _Trees(NamedTuple):
         )
 
 
-def _joined_trees(parts: list[_Trees]) -> _Trees:
-    """All of them, with their nodes numbered on."""
+def _joined_trees(parts: list[_StopperTrees]) -> _StopperTrees:
+    """Join trees to one array of nodes, numbered on."""
     first = np.cumsum([0, *(len(part.feature) for part in parts[:-1])]).astype(np.int32)
     moved = [
         part._replace(roots=part.roots + at, below=part.below + at, above=part.above + at)
         for part, at in zip(parts, first, strict=True)
     ]
-    return _Trees(*(np.concatenate(each) for each in zip(*moved, strict=True)))
+    return _StopperTrees(*(np.concatenate(each) for each in zip(*moved, strict=True)))
 
 
-def _joined(forests: list[_Trees]) -> _Trees:
-    """The forests of all loops, the first loop's first; [T-1, K] roots."""
+def _joined_loops(forests: list[_StopperTrees]) -> _StopperTrees:
+    """Join the trees of all loops, the first loop's first: [T-1, K] roots."""
     joined = _joined_trees(forests)
     return joined._replace(roots=joined.roots.reshape(len(forests), -1))
 
 
-def _edges(signals: Signal) -> Signal:
-    """[F, E] of the bins of each signal [N, F] of a loop: about as many examples in each, and no example on an edge."""
+def _bin_edges(signals: Signal) -> Signal:
+    """[F, E] the bin edges of each signal [N, F] of one loop: about as many examples per bin, none on an edge."""
     result = np.full((signals.shape[1], _EDGES), np.inf)
     ranks = np.linspace(0, len(signals), _EDGES + 2)[1:-1]
     for row, values in zip(result, signals.T, strict=True):

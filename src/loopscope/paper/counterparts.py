@@ -32,7 +32,7 @@ _READOUTS = "Test accuracy against average loops on a benchmark; every panel has
 
 
 def on_paper_grid(results: Results) -> Results:
-    """The same results on the paper's grid of thresholds, for what stands beside its numbers."""
+    """The same results on the paper's grid of thresholds, to stand beside the paper's numbers."""
     models = [
         msgspec.structs.replace(model, frontiers=model.paper_grid.frontiers, paired=model.paper_grid.paired)
         for model in results.models
@@ -40,30 +40,34 @@ def on_paper_grid(results: Results) -> Results:
     return msgspec.structs.replace(results, models=models, groups=group_models(models, results.targets))
 
 
-def _swept(title: str, make: Callable[..., Drawing | None], note: str = CURVES, **options: object) -> Figure:
-    """A figure that stands beside the paper's: its thresholds are on the paper's grid."""
+def _grid_figure(title: str, make: Callable[..., Drawing | None], note: str = CURVES, **options: object) -> Figure:
+    """A counterpart figure of the paper's, with thresholds on the paper's grid."""
     return Figure(lambda results: make(on_paper_grid(results), **options), title, note + _GRID)
 
 
-def _figure(title: str, make: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
+def _counterpart_figure(title: str, make: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
+    """A counterpart figure that needs no thresholds."""
     return Figure(partial(make, **options), title, note)
 
 
 def _signals(title: str, prior: VariantPrior, note: str = SIGNALS, **options: object) -> Figure:
-    return _figure(title, figures.fixed_prior_signals, note, prior=prior, **options)
+    """A counterpart figure of signals for a depth prior."""
+    return _counterpart_figure(title, figures.fixed_prior_signals, note, prior=prior, **options)
 
 
-def _families(title: str, draw: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
-    return _figure(title, figures.by_family, note, draw=draw, **options)
+def _by_family(title: str, draw: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
+    """A counterpart figure with one panel per family of models: fixed prior, linear gate, MLP gate."""
+    return _counterpart_figure(title, figures.by_family, note, draw=draw, **options)
 
 
-def _every_benchmark(model: str) -> Figure:
+def _every_benchmark_figure(model: str) -> Figure:
+    """The figure of one Ouro checkpoint on every benchmark."""
     title, make = f"{model} on every benchmark", figures.benchmark_frontiers
-    return _swept(title, make, _READOUTS, shown=lambda each: each.benchmark.model == model, named=False)
+    return _grid_figure(title, make, _READOUTS, shown=lambda each: each.benchmark.model == model, named=False)
 
 
-def _swept_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]:
-    """A table that has numbers of the paper, on the paper's grid of thresholds."""
+def _grid_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]:
+    """A counterpart table with numbers of the paper, on the paper's grid of thresholds."""
 
     def on_grid(results: Results) -> Table:
         table = make(on_paper_grid(results))
@@ -73,26 +77,26 @@ def _swept_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]
 
 
 PAPER: dict[str, Recipe] = {
-    "teaser": _swept("Teaser", figures.teaser),
-    "fixed_prior_frontiers": _swept(
+    "teaser": _grid_figure("Teaser", figures.teaser),
+    "fixed_prior_frontiers": _grid_figure(
         "Frontiers of fixed-prior models", figures.fixed_prior_frontiers, priors=(UNIFORM, GEOMETRIC)
     ),
-    "fixed_prior_summary": _swept_table(tables.fixed_prior_summary),
+    "fixed_prior_summary": _grid_table(tables.fixed_prior_summary),
     "main_signals": _signals("Signals by difficulty, geometric prior", GEOMETRIC, names=("entropy", "hidden_change")),
-    "gate_comparison": _swept("Fixed priors and learned gates", figures.gate_comparison, _GATES),
-    "gate_summary": _swept_table(tables.gate_summary),
-    "main_forced_exits": _families("Forced exits, geometric prior", forced_exits, _FORCED, priors=[GEOMETRIC]),
-    "main_exit_distributions": _families(
+    "gate_comparison": _grid_figure("Fixed priors and learned gates", figures.gate_comparison, _GATES),
+    "gate_summary": _grid_table(tables.gate_summary),
+    "main_forced_exits": _by_family("Forced exits, geometric prior", forced_exits, _FORCED, priors=[GEOMETRIC]),
+    "main_exit_distributions": _by_family(
         "Learned exit distributions, geometric prior", exit_distributions, _EXITS, priors=[GEOMETRIC]
     ),
-    "posthoc_main": _swept(
+    "posthoc_main": _grid_figure(
         "Gates fitted to frozen trajectories", figures.posthoc, gates=["none", "linear"], priors=[GEOMETRIC]
     ),
     "posthoc_summary": tables.posthoc_summary,
     "posthoc_gaps": tables.posthoc_gaps,
     "decoupled_gate": tables.decoupled_gate,
     "mano_latency": tables.mano_latency,
-    "lambda_frontiers": _swept("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
+    "lambda_frontiers": _grid_figure("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
     "uniform_signals": _signals("Signals, uniform prior", UNIFORM),
     "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
     "geometric_signals": _signals("Signals, geometric prior", GEOMETRIC),
@@ -104,42 +108,42 @@ PAPER: dict[str, Recipe] = {
         "Extrapolation, uniform prior", UNIFORM, _BEYOND, names=_THREE_SIGNALS, beyond=True
     ),
     "extrapolation_summary": tables.extrapolation_summary,
-    "linear_gate_comparison": _swept(
+    "linear_gate_comparison": _grid_figure(
         "Linear gates under every prior", figures.gate_comparison, _GATES, gates=["linear"], priors=[]
     ),
-    "mlp_gate_comparison": _swept(
+    "mlp_gate_comparison": _grid_figure(
         "MLP gates under every prior", figures.gate_comparison, _GATES, gates=["mlp"], priors=[]
     ),
-    "all_forced_exits": _families("Forced exits under every prior", forced_exits, _FORCED),
-    "all_exit_distributions": _families("Learned exit distributions under every prior", exit_distributions, _EXITS),
-    "parity_frontiers": _swept("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
-    "parity_summary": _swept_table(tables.parity_summary),
+    "all_forced_exits": _by_family("Forced exits under every prior", forced_exits, _FORCED),
+    "all_exit_distributions": _by_family("Learned exit distributions under every prior", exit_distributions, _EXITS),
+    "parity_frontiers": _grid_figure("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
+    "parity_summary": _grid_table(tables.parity_summary),
     "parity_signals": _signals("Parity: signals by length", GEOMETRIC, names=_THREE_SIGNALS, task="parity"),
-    "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc, gates=["none"]),
-    "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc, gates=["linear"]),
-    "posthoc_mlp": _swept("Gates fitted to MLP-gate trajectories", figures.posthoc, gates=["mlp"]),
+    "posthoc_fixed": _grid_figure("Gates fitted to fixed-prior trajectories", figures.posthoc, gates=["none"]),
+    "posthoc_linear": _grid_figure("Gates fitted to linear-gate trajectories", figures.posthoc, gates=["linear"]),
+    "posthoc_mlp": _grid_figure("Gates fitted to MLP-gate trajectories", figures.posthoc, gates=["mlp"]),
 }
 OURO: dict[str, Recipe] = {
-    "ouro_summary": _swept_table(ouro_tables.ouro_summary),
-    "ouro_claims": _swept_table(ouro_tables.ouro_claims),
-    "ouro_frontiers": _swept(
+    "ouro_summary": _grid_table(ouro_tables.ouro_summary),
+    "ouro_claims": _grid_table(ouro_tables.ouro_claims),
+    "ouro_frontiers": _grid_figure(
         "Ouro frontiers",
         figures.benchmark_frontiers,
         _READOUTS + " The oracle exits at the first correct loop.",
         shown=lambda each: each.names in (("Ouro-1.4B", "HellaSwag"), ("Ouro-2.6B", "MMLU")),
     ),
     "ouro_latency": ouro_tables.ouro_latency,
-    "ouro_14b_frontiers": _every_benchmark("Ouro-1.4B"),
-    "ouro_26b_frontiers": _every_benchmark("Ouro-2.6B"),
-    "ouro_thinking": _swept_table(ouro_tables.ouro_thinking),
-    "benchmark_frontiers": _figure(
+    "ouro_14b_frontiers": _every_benchmark_figure("Ouro-1.4B"),
+    "ouro_26b_frontiers": _every_benchmark_figure("Ouro-2.6B"),
+    "ouro_thinking": _grid_table(ouro_tables.ouro_thinking),
+    "benchmark_frontiers": _counterpart_figure(
         "Every other model on every benchmark",
         figures.benchmark_frontiers,
         _READOUTS,
         shown=lambda each: each.benchmark.model not in ("Ouro-1.4B", "Ouro-2.6B"),
     ),
     "ouro_refitted": ouro_tables.ouro_refitted,
-    "refitted_frontiers": _figure(
+    "refitted_frontiers": _counterpart_figure(
         "The released gate and gates fitted to the same trajectory",
         figures.benchmark_frontiers,
         _READOUTS,
@@ -153,8 +157,8 @@ OURO: dict[str, Recipe] = {
 
 
 @cache
-def _counterparts() -> Mapping[str, str]:
-    """By product, the figure or the table of the paper that it stands for."""
+def _paper_labels() -> Mapping[str, str]:
+    """The figure or table of the paper that each product stands for."""
     kinds = {"figure": published().figures, "table": published().tables}
     return {name: f"{kind} {each.number}" for kind, known in kinds.items() for each in known for name in each.products}
 
@@ -166,17 +170,18 @@ PRODUCTS = Catalogue(
         "paper": ("headline", "diagnosis", "stoppers", "certified", "transfer", *PAPER, "paired", "depths", "forced"),
         "ouro": (*OURO, "diagnosis", "stoppers", "certified", "transfer", "paired"),
     },
-    _counterparts,
+    _paper_labels,
 )
 
 
 def markers(results: Results) -> list[Marker]:
-    """D@X of MANO, the operating points of parity and Ouro: as the paper printed them, on its own scale."""
+    """The paper's numbers as markers on the page: D@X of MANO, operating points of parity and Ouro."""
     results = on_paper_grid(results)
     return [*_trained_markers(results), *_ouro_markers(results)]
 
 
 def _trained_markers(results: Results) -> Iterable[Marker]:
+    """The paper's markers for models that LoopScope trained."""
     paper, tasks = published(), {task: TaskVariants(results, task) for task in ("mano", "parity")}
     known = {(row.training, row.readout): row for row in (*paper.fixed_prior, *paper.fixed_vs_gate)}
     points = []
@@ -194,6 +199,7 @@ def _trained_markers(results: Results) -> Iterable[Marker]:
 
 
 def _ouro_markers(results: Results) -> Iterable[Marker]:
+    """The paper's markers for Ouro checkpoints."""
     points = [
         (row.model, row.benchmark, readout, point)
         for row in published().ouro

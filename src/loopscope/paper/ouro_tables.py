@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 
 from loopscope.analysis.bootstrap import Interval
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
-from loopscope.analysis.targets import percent_text
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.paper.published import PublishedPoint, published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
@@ -30,14 +30,14 @@ _TIMED = "Ouro-1.4B"
 
 
 class BenchmarkModel(NamedTuple):
-    """A checkpoint on a benchmark."""
+    """An Ouro checkpoint on a benchmark, with its result."""
 
     benchmark: BenchmarkResult
     result: ModelResult
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the checkpoint and of the benchmark, as the paper has them."""
+        """The names of checkpoint and benchmark, as in the paper."""
         return self.benchmark.model, self.benchmark.title
 
     @property
@@ -55,12 +55,12 @@ class BenchmarkModel(NamedTuple):
 
 
 def benchmark_models(results: Results) -> list[BenchmarkModel]:
-    """Everything that is a checkpoint on a benchmark."""
+    """The checkpoints on benchmarks in a report."""
     return [BenchmarkModel(model.benchmark, model) for model in results.models if model.benchmark is not None]
 
 
 def row_winners(results: Results) -> list[str]:
-    """The readouts without a gate that win a row of a table, the paper's or ours: figures show all of them."""
+    """The readouts without a gate that win a row of an Ouro table, the paper's or ours; figures show all of them."""
     names = [row.readout for row in published().ouro]
     names += [row.readout for row in published().ouro_thinking]
     for each in benchmark_models(results):
@@ -73,36 +73,38 @@ def row_winners(results: Results) -> list[str]:
 
 
 def ouro_summary(results: Results) -> Table:
-    """The model's own gate beside the best readout without one; reasoning-tuned models have a table of their own."""
+    """The Ouro table of the gate beside the best readout without one; reasoning-tuned models have their own table."""
     rows = []
     for each in benchmark_models(results):
         if each.reasons or each.post_hoc is None:
             continue
         row = next((row for row in published().ouro if (row.model, row.benchmark) == each.names), None)
-        paper = ["", ""] if row is None else [_point(row.gate), f"{row.readout} {_point(row.post_hoc)}"]
-        gate = _selected(each.gate) if each.gate else ("no gate", "")
-        rows.append([*each.names, *gate, each.post_hoc.readout, *_selected(each.post_hoc), *paper])
+        paper = ["", ""] if row is None else [_printed(row.gate), f"{row.readout} {_printed(row.post_hoc)}"]
+        gate = _point_cells(each.gate) if each.gate else ("no gate", "")
+        rows.append([*each.names, *gate, each.post_hoc.readout, *_point_cells(each.post_hoc), *paper])
     columns = ["model", "benchmark", "gate: accuracy", "loops", "post-hoc", "accuracy", "loops"]
     columns += ["paper: gate", "paper: post-hoc"]
     return Table("The model's own gate and the best post-hoc readout", _CHOSEN + _THEIRS, columns, rows)
 
 
 def ouro_thinking(results: Results) -> Table:
-    """The best readout of reasoning-tuned models, the gate among them."""
+    """The Ouro table of reasoning-tuned models: their best readout, the gate among them."""
     rows = []
     for each in benchmark_models(results):
         best = each.result.best(("gate", *POST_HOC)) if each.reasons else None
         if best is None:
             continue
         paper = next((row for row in published().ouro_thinking if (row.model, row.benchmark) == each.names), None)
-        rows.append([*each.names, best.readout, *_selected(best), f"{paper.readout} {_point(paper)}" if paper else ""])
+        rows.append(
+            [*each.names, best.readout, *_point_cells(best), f"{paper.readout} {_printed(paper)}" if paper else ""]
+        )
     note = _CHOSEN + "Here the gate competes with them. " + _THEIRS
     columns = ["model", "benchmark", "readout", "accuracy", "loops", "paper"]
     return Table("The best readout of reasoning-tuned models", note, columns, rows)
 
 
 def ouro_claims(results: Results) -> Table:
-    """What the paper counts in its tables, counted in ours."""
+    """The claims that the paper counts in its Ouro tables, counted in ours."""
     counted: dict[str, list[tuple[bool, bool]]] = defaultdict(list)  # whether it holds, and beyond chance
     for each in benchmark_models(results):
         if each.reasons:
@@ -135,14 +137,14 @@ def ouro_claims(results: Results) -> Table:
 
 
 def ouro_readouts(results: Results) -> Table:
-    """Static depth, the gate, every readout, fitted gates and the oracle: a column a benchmark."""
+    """The Ouro table of fixed depth, gate, readouts, fitted gates and oracle: one column per benchmark."""
     every = benchmark_models(results)
     titles = list(dict.fromkeys(each.benchmark.title for each in every))
     rows = []
     for model in dict.fromkeys(each.benchmark.model for each in every):
         cells: dict[str, dict[str, str]] = {}
         for each in (each for each in every if each.benchmark.model == model):
-            for name, text in _all_points(each.result):
+            for name, text in _operating_points(each.result):
                 cells.setdefault(name, {})[each.benchmark.title] = text
         order = sorted(cells, key=lambda name: (name == "oracle", name.startswith(FITTED)))
         rows += [[model, name, *(cells[name].get(title, "") for title in titles)] for name in order]
@@ -155,14 +157,14 @@ def ouro_readouts(results: Results) -> Table:
 
 
 def ouro_refitted(results: Results) -> Table:
-    """Gates fitted to the frozen trajectory against the released one."""
+    """The Ouro table of gates that were fitted to the frozen trajectory, against the released gate."""
     rows = []
     for each in benchmark_models(results):
         for gap in each.result.fitted_gaps:
             fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
             if fitted is not None and other is not None:
                 more = f"{with_bounds(gap)} @{percent_text(gap.accuracy)}"
-                points = [gap.second, _at(other), gap.first, _at(fitted)]
+                points = [gap.second, _operating_point_text(other), gap.first, _operating_point_text(fitted)]
                 rows.append([*each.names, *points, more])
     note = (
         "Section 5.4 on a checkpoint: gates fitted to its frozen trajectory on the benchmark's train split, beside its "
@@ -174,7 +176,7 @@ def ouro_refitted(results: Results) -> Table:
 
 
 def ouro_metrics(results: Results) -> Table:
-    """Both metrics of every loop."""
+    """The Ouro table of both metrics at every loop."""
     rows = []
     for each in benchmark_models(results):
         for metric, values in each.benchmark.accuracy.items():
@@ -185,7 +187,7 @@ def ouro_metrics(results: Results) -> Table:
 
 
 def mmlu_subjects(results: Results) -> Table:
-    """Every subject, and all of them."""
+    """The table of MMLU's subjects, and of all of them together."""
     rows = []
     for each in (each for each in benchmark_models(results) if each.benchmark.subjects):
         parts = [(part.name, part.questions, part.accuracy) for part in each.benchmark.subjects]
@@ -197,8 +199,8 @@ def mmlu_subjects(results: Results) -> Table:
 
 
 def ouro_latency(results: Results) -> Table:
-    """Time a question: the final loop, the gate and the best other readout, live."""
-    printed = {(row.benchmark, _role(row.readout)): row for row in published().ouro_latency}
+    """The Ouro table of the time per question: final loop, gate and best other readout, live."""
+    printed = {(row.benchmark, _timed_role(row.readout)): row for row in published().ouro_latency}
     rows = []
     for bench in results.latency:
         if bench.benchmark is None:
@@ -207,8 +209,8 @@ def ouro_latency(results: Results) -> Table:
         for timing in bench.policies:
             point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
             times = [str(timing.milliseconds), str(timing.speedup), f"{100 * bench.realised(timing):.0f} %"]
-            row = printed.get((title, _role(timing.readout))) if bench.model == _TIMED else None
-            paper = "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
+            row = printed.get((title, _timed_role(timing.readout))) if bench.model == _TIMED else None
+            paper = "" if row is None else f"{row.readout} {_printed(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
             rows.append([bench.model, title, timing.readout, *point, *times, paper])
     note = (
         "Questions run live, one way after the other within a round; median and quartiles over rounds. Accuracy and "
@@ -220,32 +222,37 @@ def ouro_latency(results: Results) -> Table:
     return Table("Time a question", note, columns, rows)
 
 
-def _all_points(model: ModelResult) -> Iterable[tuple[str, str]]:
+def _operating_points(model: ModelResult) -> Iterable[tuple[str, str]]:
+    """The operating points of a checkpoint on a benchmark: every fixed depth, and every readout's."""
     for loop, accuracy in enumerate(model.forced_accuracy, start=1):
         yield f"static depth {loop}", rounded_percent(accuracy)
     for frontier in model.frontiers:
         name = "static depth, chosen" if frontier.readout == "fixed" else frontier.readout
-        yield name, _at(frontier)
+        yield name, _operating_point_text(frontier)
 
 
-def _at(frontier: FrontierResult) -> str:
+def _operating_point_text(frontier: FrontierResult) -> str:
+    """An operating point in an Ouro table: accuracy at average loops."""
     return f"{rounded_percent(frontier.selected.accuracy)} at {frontier.selected.average_loops:.2f}"
 
 
-def _selected(frontier: FrontierResult) -> tuple[str, str]:
+def _point_cells(frontier: FrontierResult) -> tuple[str, str]:
+    """The accuracy and average loops of a readout's operating point, with their intervals."""
     point = frontier.selected
-    accuracy = f"{rounded_percent(point.accuracy)}{_bounds(point.accuracy_interval, 100, 1)}"
-    return accuracy, f"{point.average_loops:.2f}{_bounds(point.loops_interval, 1, 2)}"
+    accuracy = f"{rounded_percent(point.accuracy)}{_bounds_text(point.accuracy_interval, 100, 1)}"
+    return accuracy, f"{point.average_loops:.2f}{_bounds_text(point.loops_interval, 1, 2)}"
 
 
-def _bounds(interval: Interval | None, scale: float, digits: int) -> str:
+def _bounds_text(interval: Interval | None, scale: float, digits: int) -> str:
+    """The bounds of an interval in an Ouro table."""
     return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
 
 
-def _role(readout: str) -> str:
-    """Of the rows of a benchmark's times: final loop, gate, or the best other readout."""
+def _timed_role(readout: str) -> str:
+    """The role of a readout in the table of times: fixed depth, gate, or the best other readout."""
     return readout if readout in ("fixed", "gate") else "other"
 
 
-def _point(point: PublishedPoint) -> str:
+def _printed(point: PublishedPoint) -> str:
+    """A published operating point in an Ouro table."""
     return f"{rounded_percent(point.accuracy)} at {point.loops:.2f}"

@@ -15,12 +15,13 @@ _READOUTS = ("fixed", "gate", "oracle", *POST_HOC)
 _HEURISTICS = ("entropy", "top1", "margin")
 _OF_FIXED = "fixed, oracle, readouts: {}"
 _OF_HOST = "fixed, oracle: this trajectory"
-"""Whose they are, as the panels of gates say it: each gate runs on its own trajectory."""
+"""The note on the trajectory of a panel's gates: each gate runs on its own trajectory."""
 GATES = {"linear": "linear gate", "mlp": "MLP gate"}
 _MANO = "mano"
 
 
 def teaser(results: Results) -> Drawing | None:
+    """The paper's first figure: heuristics on a fixed prior, beside an MLP gate's own exits."""
     mano = TaskVariants(results, _MANO)
     fixed, gate = mano.fixed(GEOMETRIC), mano.best("mlp", GEOMETRIC)
     if fixed is None or gate is None:
@@ -33,7 +34,7 @@ def teaser(results: Results) -> Drawing | None:
 def benchmark_frontiers(
     results: Results, shown: Callable[[BenchmarkModel], object], named: bool = True, fitted: bool = False
 ) -> Drawing | None:
-    """The paper's figure of Ouro: a panel a benchmark, with the gate (own or fitted), other readouts, static depth.
+    """The paper's figure of Ouro: one panel per benchmark, with gate, other readouts and fixed depth.
 
     Every readout that wins a row of a table, the paper's or ours, is in every panel.
     """
@@ -48,20 +49,20 @@ def benchmark_frontiers(
 
 
 def fitted_legend(model: ModelResult, kinds: Sequence[str] = ("",)) -> dict[str, str]:
-    """What a legend calls the gates (of these kinds) that were fitted to the trajectory, by readout."""
+    """The names of gates that were fitted to the trajectory in a figure's legend, by readout."""
     starts = tuple(FITTED_GATE + kind for kind in kinds)
     names = [frontier.readout for frontier in model.frontiers if frontier.readout.startswith(starts)]
     return {name: f"fitted {name.removeprefix(FITTED_GATE)}" for name in names}
 
 
 def _gate_lines(groups: Sequence[TrainedVariant]) -> list[Line]:
-    """The native gate of every beta, on its own trajectory; the panel says of which kind they are."""
+    """The native gate of every beta on its own trajectory, as lines of a figure."""
     legends = [(group.models, {"gate": f"gate, β {group.beta:g}"}) for group in groups]
     return [line for models, legend in legends for line in readout_lines(models, legend, legend)]
 
 
 def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] = ()) -> Drawing | None:
-    """The paper's figure of frontiers on fixed priors: on these, or on every geometric one."""
+    """The paper's figure of frontiers on fixed priors: on `priors`, or on every geometric one."""
     mano = TaskVariants(results, _MANO)
     priors = priors or [prior for prior in mano.priors if prior != UNIFORM]
     groups = [group for prior in priors if (group := mano.fixed(prior)) is not None]
@@ -72,7 +73,7 @@ def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] = ())
 def fixed_prior_signals(
     results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO, beyond: bool = False
 ) -> Drawing | None:
-    """The paper's figure of signals on a fixed prior; its difficulties may go on beyond training's."""
+    """The paper's figure of signals on a fixed prior; `beyond` adds difficulties harder than training's."""
     group = TaskVariants(results, task).fixed(prior)
     models = group.models if group else []
     runs, trained = [model.signals for model in models], None
@@ -89,7 +90,7 @@ def gate_comparison(
     priors: Sequence[VariantPrior] = (UNIFORM, GEOMETRIC),
     task: str = _MANO,
 ) -> Drawing | None:
-    """The heuristics on the fixed-prior trajectory beside the native gates of every beta; no priors mean every one."""
+    """The paper's figure of heuristics on a fixed prior beside native gates; no priors mean every prior."""
     chosen = TaskVariants(results, task)
     panels = []
     for gate in gates:
@@ -107,7 +108,7 @@ def gate_comparison(
 def by_family(
     results: Results, draw: Callable[[list[tuple[str, Seeds]]], Drawing | None], priors: Sequence[VariantPrior] = ()
 ) -> Drawing | None:
-    """Of these priors (or of every one): the fixed one and both gates, with beta 0.1 or else the beta that is best."""
+    """A paper figure by family: fixed prior and both gates, with beta 0.1 or else the best beta."""
     mano = TaskVariants(results, _MANO)
     families = [(gate, prior) for prior in priors or mano.priors for gate in ("none", *GATES)]
     found = [mano.at(*family) or mano.best(*family) for family in families]
@@ -117,7 +118,7 @@ def by_family(
 def posthoc(
     results: Results, gates: Sequence[str], priors: Sequence[VariantPrior] = (UNIFORM, GEOMETRIC)
 ) -> Drawing | None:
-    """On frozen trajectories: gates fitted to each, its own gate, heuristics, fixed depth.
+    """The paper's figure of frozen trajectories: fitted gates, own gate, heuristics and fixed depth.
 
     Of one kind of trajectory, linear and MLP gates have their own panels.
     """

@@ -15,13 +15,15 @@ from loopscope.config import Settings, build, read_toml
 
 
 class PublishedValue(Settings, frozen=True, kw_only=True):
-    """Over seeds."""
+    """A number of the paper: mean and deviation over seeds."""
 
     mean: float
     deviation: float
 
 
 class TrainedWith(Settings, frozen=True, kw_only=True):
+    """The training of a model in the paper: its gate, depth prior and beta."""
+
     gate: Literal["none", "linear", "mlp", "unstated"]  # none: a fixed prior
     prior: Literal["uniform", "geometric"]
     geometric_lambda: float | None = msgspec.field(default=None, name="lambda")
@@ -29,12 +31,16 @@ class TrainedWith(Settings, frozen=True, kw_only=True):
 
 
 class PublishedFrontier(Settings, frozen=True, kw_only=True):
+    """The D@X of a model and readout in the paper."""
+
     training: TrainedWith
     readout: str
     depth_at: dict[str, PublishedValue]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
 
 
 class OverSeedsPoint(Settings, frozen=True, kw_only=True):
+    """An operating point in the paper, over seeds."""
+
     training: TrainedWith
     readout: str
     accuracy: PublishedValue
@@ -42,11 +48,15 @@ class OverSeedsPoint(Settings, frozen=True, kw_only=True):
 
 
 class PublishedPoint(Settings, frozen=True, kw_only=True):
+    """An operating point in the paper."""
+
     accuracy: float
     loops: float
 
 
 class OuroPair(Settings, frozen=True, kw_only=True):
+    """A row of the paper's Ouro table: the gate beside the best readout without one."""
+
     model: str
     benchmark: str
     gate: PublishedPoint
@@ -55,12 +65,16 @@ class OuroPair(Settings, frozen=True, kw_only=True):
 
 
 class OuroBest(PublishedPoint, frozen=True, kw_only=True):
+    """A row of the paper's table of reasoning-tuned models: the best readout."""
+
     model: str
     benchmark: str
     readout: str
 
 
 class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
+    """A time in the paper."""
+
     benchmark: str | None = None  # Ouro's
     training: TrainedWith | None = None  # MANO's
     readout: str
@@ -69,6 +83,8 @@ class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
 
 
 class PublishedFigure(Settings, frozen=True, kw_only=True):
+    """A figure or table of the paper, and the products that are its counterparts."""
+
     label: str
     number: str
     section: str  # or the appendix's letter
@@ -78,7 +94,7 @@ class PublishedFigure(Settings, frozen=True, kw_only=True):
 
 
 class Claim(Settings, frozen=True, kw_only=True):
-    """A number of the text; `borne_out` where the paper's own table agrees."""
+    """A number in the paper's text; `borne_out` if the paper's own table agrees."""
 
     key: str
     section: str
@@ -91,6 +107,8 @@ class Claim(Settings, frozen=True, kw_only=True):
 
 
 class Inconsistency(Settings, frozen=True, kw_only=True):
+    """Two places in the paper that contradict each other, or a gap in what it states."""
+
     key: str
     kind: Literal["contradiction", "tension", "unstated"]
     where: tuple[str, ...]
@@ -99,6 +117,8 @@ class Inconsistency(Settings, frozen=True, kw_only=True):
 
 
 class Paper(Settings, frozen=True, kw_only=True):
+    """The published numbers of the paper, from `paper.toml`."""
+
     fixed_prior: tuple[PublishedFrontier, ...]
     fixed_vs_gate: tuple[PublishedFrontier, ...]
     ouro: tuple[OuroPair, ...]
@@ -116,5 +136,5 @@ class Paper(Settings, frozen=True, kw_only=True):
 
 @cache
 def published() -> Paper:
-    """The paper's numbers; read once."""
+    """Read the paper's numbers, once."""
     return build(Paper, read_toml(Path(str(files("loopscope.paper") / "paper.toml"))), "paper.toml")

@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.results import architecture_words, depth_words, model_label, over_seeds, recorded_run
 from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, PolicyLatency, Results
-from loopscope.analysis.targets import percent_text
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.paper.published import PublishedValue, TrainedWith, published
 from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued
@@ -33,7 +33,7 @@ _THEIRS = " Paper: as it printed them, on its own, larger scale: compare orderin
 
 @dataclass(frozen=True)
 class TrainedVariant:
-    """Runs that differ in their seed only, and what they were trained with."""
+    """Trained runs that differ only in their seed, and their training in the paper's terms."""
 
     task: str
     gate: str
@@ -44,21 +44,21 @@ class TrainedVariant:
 
     @property
     def first(self) -> ModelResult:
-        """The run whose own value and interval tables show beside those over seeds."""
+        """The first seed's run: tables show its value and interval beside the mean over seeds."""
         return self.models[0]
 
     @property
     def words(self) -> str:
-        """What it was trained with; the task goes without saying."""
+        """The training in words, without the task."""
         return model_label(self.first.provenance, self.first.name)
 
     @property
     def counted(self) -> str:
-        """The same with the number of its runs."""
+        """The training in words, with the number of runs."""
         return self.counting(len(self.models))
 
     def counting(self, seeds: int) -> str:
-        """The same with the number of the runs that are meant."""
+        """The training in words, with the number of some of its runs."""
         return f"{self.words} ({seeds} {'seed' if seeds == 1 else 'seeds'})"
 
     @property
@@ -74,22 +74,22 @@ class TrainedVariant:
 
 
 Rule = tuple[TrainedVariant | None, str]
-"""Runs, if there are any, and by what they exit."""
+"""A group of runs (None: the report has none), and the rule by which it exits."""
 
 
 def trained_variants(
     results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
 ) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's.
+    """The groups of runs that LoopScope trained with one of these objectives (default: the paper's).
 
     They are of one architecture and depth: the paper's, or else that which differs least from it.
     """
     variants = []
     runs = [(group, models, recorded_run(models[0].provenance)) for group, models in results.grouped]
     found = [(group, models, run) for group, models, run in runs if run and run["objective"]["name"] in objectives]
-    usual = min((_architecture(models[0], run) for _, models, run in found), key=len, default=[])
+    usual = min((_architecture_options(models[0], run) for _, models, run in found), key=len, default=[])
     for group, models, run in found:
-        if _architecture(models[0], run) != usual:
+        if _architecture_options(models[0], run) != usual:
             continue
         if run["objective"]["prior"] not in ("uniform", "geometric"):  # the paper has no others
             continue
@@ -100,12 +100,13 @@ def trained_variants(
     return variants
 
 
-def _architecture(model: ModelResult, run: dict[str, Any]) -> list[str]:
+def _architecture_options(model: ModelResult, run: dict[str, Any]) -> list[str]:
+    """The architecture options of a run that the paper's models do not have."""
     return [*architecture_words(run["model"]), *depth_words(model.provenance)]
 
 
 class TaskVariants:
-    """The models of one task that were trained with one of the paper's objectives."""
+    """The trained models of one task, by the paper's objectives."""
 
     def __init__(self, results: Results, task: str) -> None:
         self.first_target = results.targets[0].key
@@ -120,7 +121,7 @@ class TaskVariants:
         return self.at("none", prior)
 
     def gated(self, gate: str, prior: VariantPrior) -> list[TrainedVariant]:
-        """By beta."""
+        """The models of this gate and prior, by beta."""
         found = [group for group in self.groups if (group.gate, group.prior) == (gate, prior)]
         return sorted(found, key=lambda group: group.beta or 0.0)
 
@@ -148,11 +149,12 @@ class TaskVariants:
 
 
 def prior_words(prior: VariantPrior) -> str:
+    """A depth prior in the words of the paper's tables."""
     return "uniform" if prior == "uniform" else f"geometric {prior:g}"
 
 
 def fixed_prior_summary(results: Results) -> Table:
-    """D@X of fixed-prior models."""
+    """The paper's table of fixed-prior models: D@X."""
     mano = TaskVariants(results, "mano")
     groups = [group for prior in mano.priors if (group := mano.fixed(prior)) is not None]
     shown = ("fixed", "entropy", "top1", "margin")
@@ -161,7 +163,7 @@ def fixed_prior_summary(results: Results) -> Table:
 
 
 def gate_summary(results: Results) -> Table:
-    """D@X of fixed-prior margin beside the native gates, each with its best beta."""
+    """The paper's table of fixed-prior margin beside the native gates, each with its best beta: D@X."""
     mano = TaskVariants(results, "mano")
     rows = [
         _depth_row(group, readout, results)
@@ -174,19 +176,19 @@ def gate_summary(results: Results) -> Table:
 
 
 def parity_summary(results: Results) -> Table:
-    """The operating points that validation chose."""
+    """The paper's table of parity: the operating points that validation chose."""
     parity = TaskVariants(results, "parity")
     groups = [parity.best(gate, prior) for prior in (UNIFORM, GEOMETRIC) for gate in ("none", "linear", "mlp")]
     rows = []
     for group in groups:
         if group is not None:
-            readout = "gate" if group.gate != "none" else _best_confidence(group)
+            readout = "gate" if group.gate != "none" else _best_confidence_readout(group)
             row = next((row for row in published().parity if group.matches(row.training)), None)
             paper = ["", "", ""]
             if row is not None:
                 accuracy = share_text(OverSeeds(row.accuracy.mean, row.accuracy.deviation, 3, 3))
-                paper = [row.readout, accuracy, _paper(row.loops)]
-            rows.append([group.counted, readout, *_selected(group, readout), *paper])
+                paper = [row.readout, accuracy, _published_text(row.loops)]
+            rows.append([group.counted, readout, *_operating_point_cells(group, readout), *paper])
     columns = ["training", "readout", "accuracy", "loops", "paper: readout", "paper: accuracy", "paper: loops"]
     note = (
         "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data. "
@@ -196,7 +198,7 @@ def parity_summary(results: Results) -> Table:
 
 
 def posthoc_summary(results: Results) -> Table:
-    """D@X of every readout that stops a frozen trajectory, gates fitted to it among them."""
+    """The table of frozen trajectories: D@X of every readout, gates fitted to them among these."""
     rows = []
     for group in TaskVariants(results, "mano").groups:
         over = group.group
@@ -204,14 +206,14 @@ def posthoc_summary(results: Results) -> Table:
         for readout in ("fixed", "gate", "margin", *fitted) if fitted else ():
             if readout in over.depth_at:
                 selected = [share_text(over.selected_accuracy[readout]), str(over.selected_loops[readout])]
-                rows.append([group.counted, readout, *_depths(group, readout, results), *selected])
+                rows.append([group.counted, readout, *_depth_cells(group, readout, results), *selected])
     columns = ["trajectory", "readout", *_depth_columns(results), "selected: accuracy", "loops"]
     note = f"Gates fitted to frozen trajectories ({FITTED_GATE}kind-objective) beside its own gate and margin. " + _OURS
     return Table("Post-hoc gates: depth to accuracy", note, columns, rows)
 
 
 def posthoc_gaps(results: Results) -> Table:
-    """Fitted gates against the model's own gate, or against margin where it has none."""
+    """The table of fitted gates against the model's own gate, or against margin for a model without a gate."""
     rows = []
     for group in TaskVariants(results, "mano").groups:
         for gap in group.first.fitted_gaps:
@@ -230,7 +232,7 @@ def posthoc_gaps(results: Results) -> Table:
 
 
 def decoupled_gate(results: Results) -> Table:
-    """What one stop-gradient changes: the decoupled gate beside the joint one, the fitted one and the fixed prior."""
+    """The table of one stop-gradient: the decoupled gate beside joint gate, fitted gate and fixed prior."""
     rows = []
     for decoupled in trained_variants(results, ["decoupled_gate"]):
         task = TaskVariants(results, decoupled.task)
@@ -257,12 +259,12 @@ def decoupled_gate(results: Results) -> Table:
 
 
 def gate_stages(results: Results) -> Table:
-    """Ouro's stages: a gate that is trained jointly, gates fitted to the same trajectory, and what avoids both."""
+    """The table of Ouro's stages: a joint gate, gates fitted to the same trajectory, and a decoupled gate."""
     rows = []
     for decoupled in trained_variants(results, ["decoupled_gate"]):
         task = TaskVariants(results, decoupled.task)
         joint, fixed = task.at(decoupled.gate, decoupled.prior, decoupled.beta), task.fixed(decoupled.prior)
-        if joint is None or not any(_frontiers(model, "best fitted gate") for model in joint.models):
+        if joint is None or not any(_frontiers_of_rule(model, "best fitted gate") for model in joint.models):
             continue
         rules: list[Rule] = [(joint, "its own gate"), (joint, "best fitted gate"), (decoupled, "its own gate")]
         rules += [(fixed, "best fitted gate"), (fixed, "best single readout")]
@@ -278,20 +280,21 @@ def gate_stages(results: Results) -> Table:
 
 
 def _remedy_columns(results: Results) -> list[str]:
+    """The columns of the tables on decoupled gates."""
     return ["task", "training", "exits by", *_depth_columns(results), f"{results.targets[0].label} - decoupled gate's"]
 
 
 def _remedy_rows(rules: Sequence[Rule], decoupled: TrainedVariant, results: Results) -> list[list[str]]:
-    """Of the rules that there are."""
+    """The rows of the tables on decoupled gates, for models that the report has."""
     return [
         [group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)]
         for group, rule in rules
-        if group is not None and any(_frontiers(model, rule) for model in group.models)
+        if group is not None and any(_frontiers_of_rule(model, rule) for model in group.models)
     ]
 
 
 def mano_latency(results: Results) -> Table:
-    """Time an example: the final loop, and the readouts that exit before it, live."""
+    """The paper's table of the time per example of MANO: final loop, and readouts that exit earlier, live."""
     timed = {bench.model: bench for bench in results.latency if bench.benchmark is None}
     rows = []
     for group in trained_variants(results):
@@ -318,7 +321,7 @@ def mano_latency(results: Results) -> Table:
 
 
 def _paper_latency(group: TrainedVariant, way: PolicyLatency) -> str:
-    """What the paper printed of a model like this one and this readout, if it did."""
+    """The time that the paper printed for a model and readout, if it did."""
     for row in published().mano_latency:
         training = row.training
         if training is None or not group.matches(training) or training.beta not in (None, group.beta):
@@ -328,8 +331,8 @@ def _paper_latency(group: TrainedVariant, way: PolicyLatency) -> str:
     return ""
 
 
-def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:
-    """Among which a rule of that table chooses."""
+def _frontiers_of_rule(model: ModelResult, rule: str) -> list[FrontierResult]:
+    """The frontiers among which a rule of the decoupled-gate tables chooses."""
     names = {frontier.readout: frontier for frontier in model.frontiers if frontier.readout != "oracle"}
     if rule == "its own gate":
         return [names["gate"]] if "gate" in names else []
@@ -338,7 +341,7 @@ def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:
 
 
 def _remedy_cells(group: TrainedVariant, rule: str, decoupled: TrainedVariant, results: Results) -> list[str]:
-    """D@X at every target over seeds, and at the first of them how much more than the decoupled gate's."""
+    """The cells of a rule: D@X at every target over seeds, and the difference from the decoupled gate's."""
     keys = [target.key for target in results.targets]
     cells = [str(over_seeds([_best_depth(model, rule, key) for model in group.models])) for key in keys]
     if group is decoupled:
@@ -350,8 +353,8 @@ def _remedy_cells(group: TrainedVariant, rule: str, decoupled: TrainedVariant, r
 
 
 def _best_depth(model: ModelResult, rule: str, target: str) -> float | None:
-    """D@X of the readout with the least on validation data; where none reaches it there, of the most accurate one."""
-    frontiers = _frontiers(model, rule)
+    """D@X of the readout that is best on validation data, among a rule's readouts."""
+    frontiers = _frontiers_of_rule(model, rule)
     reaching = [each for each in frontiers if each.calibration_depth_at[target] is not None]
     if reaching:
         return min(reaching, key=lambda each: each.calibration_depth_at[target] or 0.0).depth_at[target]
@@ -359,7 +362,7 @@ def _best_depth(model: ModelResult, rule: str, target: str) -> float | None:
 
 
 def extrapolation_summary(results: Results) -> Table:
-    """Accuracy at the last loop and entropy by difficulty, within and beyond the range of training."""
+    """The paper's table of extrapolation: accuracy and entropy by difficulty, within and beyond training."""
     mano = TaskVariants(results, "mano")
     rows, levels = [], []
     for group in map(mano.fixed, mano.priors):
@@ -378,12 +381,12 @@ def extrapolation_summary(results: Results) -> Table:
 
 
 def ordering_of_fixed_prior(results: Results, prior: VariantPrior) -> Table:
-    """How well signals order difficulties."""
+    """The paper's table of difficulty ordering: how well signals order difficulties."""
     group = TaskVariants(results, "mano").fixed(prior)
     paper = published().uniform_ordering if prior == UNIFORM else published().geometric_ordering
     known = {} if group is None else group.group.ordering
     rows = [
-        [signal, str(known[signal]), _paper(paper[signal]) if signal in paper else ""]
+        [signal, str(known[signal]), _published_text(paper[signal]) if signal in paper else ""]
         for signal in ("entropy", "margin", "kl", "hidden_change")
         if signal in known
     ]
@@ -395,37 +398,40 @@ def ordering_of_fixed_prior(results: Results, prior: VariantPrior) -> Table:
 
 
 def _depth_table(title: str, rows: list[list[str]], results: Results, more: str = "") -> Table:
+    """A table of D@X beside the paper's."""
     columns = ["training", "readout", *_depth_columns(results), *(f"paper: D@{x}" for x in (95, 98, 99))]
     note = f"D@X: least average loops that reach X % test accuracy.{more} {_OURS}{_THEIRS}"
     return Table(title, note, columns, rows)
 
 
 def _depth_columns(results: Results) -> list[str]:
+    """The D@X columns, one per target."""
     return [target.label for target in results.targets]
 
 
 def _depth_row(group: TrainedVariant, readout: str, results: Results) -> list[str]:
-    """Our depths, and those that the paper printed: N/A where it did, nothing where it has no such row."""
+    """A row of D@X, ours and the paper's; N/A if the paper prints that."""
     rows = (*published().fixed_prior, *published().fixed_vs_gate)
     row = next((row for row in rows if row.readout == readout and group.matches(row.training)), None)
     known = {} if row is None else row.depth_at
     absent = "" if row is None else "N/A"
-    printed = [_paper(known[x]) if x in known else absent for x in ("0.95", "0.98", "0.99")]
-    return [group.counted, readout, *_depths(group, readout, results), *printed]
+    printed = [_published_text(known[x]) if x in known else absent for x in ("0.95", "0.98", "0.99")]
+    return [group.counted, readout, *_depth_cells(group, readout, results), *printed]
 
 
-def _depths(group: TrainedVariant, readout: str, results: Results) -> list[str]:
+def _depth_cells(group: TrainedVariant, readout: str, results: Results) -> list[str]:
+    """The cells of our D@X, over seeds, with the first seed's interval."""
     first = group.first.frontier(readout)
     cells = []
     for key in (target.key for target in results.targets):
         bounds = first.depth_interval[key] if first and readout != "fixed" else None
         own = first.depth_at[key] if first else None
-        cells.append(f"{group.group.depth_at[readout][key]}{_first(group, own, bounds)}")
+        cells.append(f"{group.group.depth_at[readout][key]}{_first_seed_text(group, own, bounds)}")
     return cells
 
 
-def _best_confidence(group: TrainedVariant) -> str:
-    """By the mean accuracy on validation data over the seeds, ties to fewer loops."""
+def _best_confidence_readout(group: TrainedVariant) -> str:
+    """The most accurate of entropy, top1 and margin on validation data over seeds, ties to fewer loops."""
 
     def rank(readout: str) -> tuple[float, float]:
         points = [frontier.selected for model in group.models if (frontier := model.frontier(readout)) is not None]
@@ -434,18 +440,18 @@ def _best_confidence(group: TrainedVariant) -> str:
     return min(("entropy", "top1", "margin"), key=rank)
 
 
-def _selected(group: TrainedVariant, readout: str) -> tuple[str, str]:
-    """Accuracy and loops of the operating point that validation chose."""
+def _operating_point_cells(group: TrainedVariant, readout: str) -> tuple[str, str]:
+    """The accuracy and loops of the operating point that validation chose, as cells."""
     accuracy, loops = share_text(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
     frontier = group.first.frontier(readout)
     assert frontier is not None
     point = frontier.selected
-    accuracy += _first(group, point.accuracy, point.accuracy_interval, percent=True)
-    return accuracy, loops + _first(group, point.average_loops, point.loops_interval)
+    accuracy += _first_seed_text(group, point.accuracy, point.accuracy_interval, percent=True)
+    return accuracy, loops + _first_seed_text(group, point.average_loops, point.loops_interval)
 
 
-def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, percent: bool = False) -> str:
-    """What the first seed says; an interval over the lucky resamples only would say too much."""
+def _first_seed_text(group: TrainedVariant, value: float | None, bounds: Interval | None, percent: bool = False) -> str:
+    """The first seed's value and interval in a counterpart table; an interval of few resamples is a share."""
     if bounds is None or bounds.reached < 0.01:
         return ""
     scale, digits = (100, 1) if percent else (1, 2)
@@ -457,5 +463,6 @@ def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, 
     return f"; {text}" if value is None else f"; {scale * value:.{digits}f} {text}"
 
 
-def _paper(value: PublishedValue) -> str:
+def _published_text(value: PublishedValue) -> str:
+    """A published value in a counterpart table: mean ± deviation."""
     return f"{value.mean:.2f} ± {value.deviation:.2f}"

@@ -43,9 +43,9 @@ Step = Callable[..., Any]
 GROUP = "loopscope.readouts"
 OwnSource = Literal["logits", "hidden", "gate_logits", "predictions"]
 OWN_SOURCES: tuple[OwnSource, ...] = get_args(OwnSource)
-"""What a user's readout may read: what a running model says, too."""
+"""The values that a custom readout may read: those of a running model."""
 NOT_LIVE = ("correct", None)
-"""What a running model does not say: whether it is right, and signals that only exist recorded."""
+"""The sources that a running model lacks: the right answers, and signals that exist only recorded."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Readout:
 
 
 def _step_problems(found: Any, rows: int) -> Iterator[str]:
-    """What a user's step returned that would be taken for something else."""
+    """What is wrong with the result of a custom step: its type, shape or values."""
     if not isinstance(found, tuple) or len(found) != 2 or isinstance(found[0], tuple):
         yield "a step takes its state as second argument and returns the values and a state"
     if np.asarray(found[0]).dtype.kind not in "biuf":
@@ -184,8 +184,8 @@ def _step_problems(found: Any, rows: int) -> Iterator[str]:
         yield "its state must be a tuple of arrays with a row for every row"
 
 
-def itself(values: Array) -> Array:
-    """The step of a signal that is what it reads."""
+def identity_step(values: Array) -> Array:
+    """The step of a signal that is the value it reads."""
     return values.astype(np.float64)
 
 
@@ -197,7 +197,7 @@ _NEVER_NEGATIVE = ("entropy", "kl", "logit_change", "hidden_change", "hidden_cos
 READOUTS: dict[str, Readout] = {
     each.name: each
     for each in (
-        Readout("fixed", "above", "loop", itself, takes="depth"),
+        Readout("fixed", "above", "loop", identity_step, takes="depth"),
         Readout("gate", "above", "gate_logits", running_cdf),
         *(
             Readout(
@@ -212,7 +212,7 @@ READOUTS: dict[str, Readout] = {
         Readout("settling", "above", "logits", settling),
         Readout("halting", "above", "gate_logits", halting),
         Readout("hidden_acceleration", "below", "hidden", hidden_acceleration),
-        Readout("oracle", "above", "correct", itself, takes="nothing"),
+        Readout("oracle", "above", "correct", identity_step, takes="nothing"),
     )
 }
 """Every readout that is known by name, also those that were registered. An example exits at the first loop whose signal
@@ -220,6 +220,7 @@ is above or below the threshold (or meets it), and at loop T if there is none.""
 
 
 def _without_its_stopper(now: Array) -> Array:
+    """The step of `stopper` without a learned stopper: an error."""
     raise UserError("A stopper is run by a policy that carries it; give it with --fitted.")
 
 
@@ -293,7 +294,7 @@ def register_readout(new: Readout) -> Readout:
 
 
 def find_readout(name: str) -> Readout | None:
-    """The definition behind a name, if it is known or an installed package offers it; `gate` for a fitted gate."""
+    """The definition of a readout, built in, registered or from an installed package; None if unknown."""
     if name.startswith(STOPPER):
         return _STOPPER
     name = "gate" if name.startswith(FITTED_GATE) else name
@@ -304,15 +305,15 @@ def find_readout(name: str) -> Readout | None:
 
 
 def required_readout(name: str) -> Readout:
-    """The definition behind a name, or a sentence that lists the names."""
+    """The definition of a readout; an unknown name is an error that lists the known names."""
     found = find_readout(name)
     if found is None:
-        raise no_readout(name, READOUTS)
+        raise unknown_readout(name, READOUTS)
     return found
 
 
-def no_readout(name: str, known: Collection[str]) -> UserError:
-    """What is said of a name that is none of these."""
+def unknown_readout(name: str, known: Collection[str]) -> UserError:
+    """The error for an unknown readout name."""
     return UserError(
         f"There is no readout '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}, "
         f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
@@ -320,17 +321,17 @@ def no_readout(name: str, known: Collection[str]) -> UserError:
 
 
 def has_threshold(name: str) -> bool:
-    """Whether a threshold on a signal decides: neither a fixed depth nor the oracle."""
+    """Whether a readout exits by a threshold on a signal; a fixed depth and the oracle do not."""
     return required_readout(name).takes == "threshold"
 
 
 def needs_labels(name: str) -> bool:
-    """Whether only recordings with labels have it: the oracle."""
+    """Whether a readout needs labels, as the oracle does."""
     return required_readout(name).reads == "correct"
 
 
 def check_threshold(name: str, threshold: float) -> None:
-    """Rejects one that no value of a signal can meet, so that nothing would ever exit early."""
+    """Reject a threshold that no value of the signal can meet: nothing would ever exit early."""
     known = "gate" if name.startswith(FITTED_GATE) else name
     if (known in _PROBABILITIES and threshold > 1) or (known in _NEVER_NEGATIVE and threshold < 0):
         span = "from 0 to 1" if known in _PROBABILITIES else "from 0 on"
@@ -338,17 +339,17 @@ def check_threshold(name: str, threshold: float) -> None:
 
 
 def readout_definition(name: str) -> str | None:
-    """The hash of what a name means here, if it is a user's readout."""
+    """The hash of a custom readout's definition; None for a built-in one."""
     found = find_readout(name)
     return None if found is None else found.definition_sha256
 
 
 def readouts_reading(*sources: str) -> list[Readout]:
-    """Those that read one of these."""
+    """The readouts that read one of these sources."""
     return [each for each in READOUTS.values() if each.reads in sources]
 
 
 def _defined_again(old: Readout, new: Readout) -> bool:
-    """Whether the same lines ran once more, as a cell of a notebook does."""
+    """Whether the same lines define a custom readout again, as a notebook cell does."""
     homes = [(getattr(each.step, "__module__", None), getattr(each.step, "__qualname__", None)) for each in (old, new)]
     return homes[0] == homes[1] and homes[0][1] is not None and "<lambda>" not in homes[0][1]

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from loopscope.errors import UserError, check_known
-from loopscope.readouts.readout import Readout, find_readout
+from loopscope.readouts.readout import READOUTS, Readout, find_readout
 from loopscope.readouts.signals import CONVERGENCE, FITTED, OWN_GATES, SIGNALS, Array, Signal, as_defined, by_chunks
 from loopscope.trajectory import NO_LABELS, Trajectory
 
@@ -24,7 +24,7 @@ _MISSING = {
 _REPLAYED_ALONE = 4
 """Rows that are replayed once more by themselves."""
 _ROUNDING = 1e-5
-"""What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
+"""The relative difference that another batch may cause in a float32 step, by another order of sums."""
 _RECORDED_ROUNDING = 1e-4
 """How far a recorded signal may lie from what is computed here (relative): it may have been rounded to float32."""
 
@@ -59,23 +59,24 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
     definition = find_readout(name)
     key = definition if definition is not None and not name.startswith(FITTED) else name
     if key not in trajectory.computed:
-        result = _signal(name, definition, trajectory)
+        result = _recorded_or_replayed(name, definition, trajectory)
         result.flags.writeable = False
         trajectory.computed[key] = result
     return trajectory.computed[key]
 
 
-def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
+def _recorded_or_replayed(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
+    """Read a signal from a recording, or replay its definition."""
     if _is_recorded(name, definition, trajectory):
         check_definition(name, trajectory)
         recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
-        _check_source(name, definition, recorded, trajectory)
+        _check_against_replay(name, definition, recorded, trajectory)
         return recorded
     if definition is None:
         check_known(name, [*SIGNALS, *trajectory.signals], "signal")
     assert definition is not None
     source = "fitted" if name.startswith(FITTED) else definition.reads or "recorded"
-    values = None if source in ("fitted", "recorded") else _source(definition, trajectory)
+    values = None if source in ("fitted", "recorded") else _recorded_source(definition, trajectory)
     if values is None:
         raise UserError(_MISSING[source].format(name=name))
     return replayed(definition, values)
@@ -86,8 +87,8 @@ def _is_recorded(name: str, definition: Readout | None, trajectory: Trajectory) 
     return name in trajectory.signals and (definition is None or definition.takes == "threshold")
 
 
-def _source(definition: Readout, trajectory: Trajectory) -> Array | None:
-    """[N, T, ...] what a readout reads of a recording; None if it keeps none of it."""
+def _recorded_source(definition: Readout, trajectory: Trajectory) -> Array | None:
+    """[N, T, ...] the recorded values that a readout reads; None if the recording lacks them."""
     if definition.reads == "loop":
         return np.tile(np.arange(1, trajectory.num_loops + 1), (trajectory.num_examples, 1))
     if definition.reads == "correct":
@@ -96,7 +97,7 @@ def _source(definition: Readout, trajectory: Trajectory) -> Array | None:
 
 
 def check_definition(name: str, trajectory: Trajectory) -> None:
-    """Refuses a recorded signal of a user's readout that means something else by now."""
+    """Reject a recorded signal of a custom readout whose definition has changed."""
     definition, recorded = find_readout(name), trajectory.provenance.get("signal_definitions", {}).get(name)
     if definition is None or definition.step is None or recorded in (None, definition.definition_sha256):
         return
@@ -106,12 +107,12 @@ def check_definition(name: str, trajectory: Trajectory) -> None:
     )
 
 
-def _check_source(name: str, definition: Readout | None, recorded: Signal, trajectory: Trajectory) -> None:
-    """Refuses a recorded signal that what it is computed from contradicts: a policy would run by another rule."""
+def _check_against_replay(name: str, definition: Readout | None, recorded: Signal, trajectory: Trajectory) -> None:
+    """Reject a recorded signal that differs from its replay: a running policy would exit by another rule."""
     if definition is None or definition.reads is None or name.startswith(FITTED):
         return
     foreign = definition.reads == "predictions" and trajectory.logits is None  # as foreign as the signal beside them
-    values = None if foreign else _source(definition, trajectory)
+    values = None if foreign else _recorded_source(definition, trajectory)
     if values is None:
         return
     computed = as_defined(name, replayed(definition, values))
@@ -123,14 +124,14 @@ def _check_source(name: str, definition: Readout | None, recorded: Signal, traje
 
 
 def gate_readout(trajectory: Trajectory) -> str:
-    """Which readout is the model's own gate, if it has one: how its halt logits are read follows from its training."""
+    """The readout of the model's own gate in a recording: `gate` or `halting`, by the model's training."""
     run = trajectory.provenance.get("run")
     objective = run.get("objective") if isinstance(run, dict) else None
     return "halting" if isinstance(objective, dict) and objective.get("name") == "act" else "gate"
 
 
 def has_signal(name: str, trajectory: Trajectory) -> bool:
-    """Whether a recording holds what this signal needs, and enough loops for it to say anything."""
+    """Whether a recording has the data for a signal, and enough loops."""
     if name in OWN_GATES and name != gate_readout(trajectory):
         return False
     definition = find_readout(name)
@@ -138,7 +139,7 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
     if not recorded:
         if definition is None or definition.reads is None or name.startswith(FITTED):
             return False
-        if _source(definition, trajectory) is None:
+        if _recorded_source(definition, trajectory) is None:
             return False
     if name in CONVERGENCE:
         return trajectory.num_loops > 1 and not (recorded and np.isnan(trajectory.signals[name]).all())
@@ -153,8 +154,14 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
         return False
 
 
+def available_readouts(*trajectories: Trajectory) -> list[str]:
+    """The readouts that every one of these recordings has the data for."""
+    fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
+    return [name for name in (*READOUTS, *fitted) if all(has_signal(name, each) for each in trajectories)]
+
+
 def replayed(definition: Readout, values: Array) -> Signal:
-    """[N, T] the signal of what a model said at every loop, [N, T, ...]."""
+    """[N, T] the signal, replayed by a readout's step on recorded values [N, T, ...]."""
     if definition.name in SIGNALS:
         return by_chunks(SIGNALS[definition.name][1], values)
     result = np.empty(values.shape[:2])
@@ -162,9 +169,9 @@ def replayed(definition: Readout, values: Array) -> Signal:
         counts = class_counts(values[:, 0])
         for count in np.unique(counts):
             rows = counts == count
-            result[rows] = _replayed(definition, values[rows][..., :count])
+            result[rows] = _replayed_alike(definition, values[rows][..., :count])
     else:
-        result[:] = _replayed(definition, values)
+        result[:] = _replayed_alike(definition, values)
     gone = np.isnan(result[:, 1:]) & ~np.isnan(result[:, :-1])
     if gone.any():
         raise UserError(
@@ -175,21 +182,21 @@ def replayed(definition: Readout, values: Array) -> Signal:
 
 
 def class_counts(logits: Array) -> Array:
-    """[N] the classes that each row of logits [N, V] has; a question with fewer choices lacks the last ones."""
+    """[N] the number of classes that each row of logits [N, V] has; a question may have fewer choices."""
     if not np.isneginf(logits[:, -1]).any():
         return np.full(len(logits), logits.shape[1])
     return logits.shape[1] - np.isneginf(logits)[:, ::-1].argmin(axis=1)
 
 
-def _replayed(definition: Readout, values: Array) -> Signal:
-    """[N, T] of rows that are equally wide; a user's step must treat each as if it were alone."""
-    result = by_chunks(lambda part: _steps(definition, part), values)
+def _replayed_alike(definition: Readout, values: Array) -> Signal:
+    """Replay rows of equal width; a custom step must treat each row as if it were alone."""
+    result = by_chunks(lambda part: _run_steps(definition, part), values)
     if definition.is_own and len(values) > 1:
         few = np.unique(np.linspace(0, len(values) - 1, _REPLAYED_ALONE).astype(int))
         with np.errstate(all="ignore"):
-            alone = np.concatenate([_steps(definition, values[row : row + 1]) for row in few])
-            for others in (result[few], _steps(definition, values[few])):
-                if not _close(others, alone, _ROUNDING):
+            alone = np.concatenate([_run_steps(definition, values[row : row + 1]) for row in few])
+            for others in (result[few], _run_steps(definition, values[few])):
+                if not _signals_agree(others, alone, _ROUNDING):
                     raise UserError(
                         f"The readout '{definition.name}' says something else of a row alone than of the same row "
                         "among others; its step must look at every row by itself: no mean, maximum or rank over the "
@@ -198,13 +205,14 @@ def _replayed(definition: Readout, values: Array) -> Signal:
     return result
 
 
-def _close(values: Signal, others: Signal, tolerance: float) -> bool:
-    """Whether they differ by no more than this, relative to the largest."""
+def _signals_agree(values: Signal, others: Signal, tolerance: float) -> bool:
+    """Whether two signals differ by at most the tolerance, relative to the largest value."""
     scale = max(np.abs(others[~np.isnan(others)]).max(initial=0.0), np.finfo(np.float64).tiny)
     return np.allclose(values / scale, others / scale, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def _steps(definition: Readout, values: Array) -> Signal:
+def _run_steps(definition: Readout, values: Array) -> Signal:
+    """Run a readout's step from loop to loop."""
     columns, state = [], None
     for loop in range(values.shape[1]):
         column, state = definition.advance(values[:, loop], state)

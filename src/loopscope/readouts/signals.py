@@ -40,31 +40,33 @@ LARGEST_RATIO = 0.99
 
 
 def is_gate(name: str) -> bool:
-    """Whether this is an exit CDF: of the model's own gate, or of a fitted one."""
+    """Whether a readout is an exit CDF: of the model's own gate, or of a fitted gate."""
     return name in OWN_GATES or name.startswith(FITTED_GATE)
 
 
 def own_gate(names: Collection[str]) -> str | None:
-    """Which of these readouts is the model's own gate."""
+    """The readout of the model's own gate among these; None if there is none."""
     return next((name for name in OWN_GATES if name in names), None)
 
 
 def own_name(readout: str) -> str:
-    """Of a fitted gate or a stopper: its name without `gate:` or `stopper:`."""
+    """The name of a fitted gate or a stopper, without `gate:` or `stopper:`."""
     return readout.partition(":")[2]
 
 
 def entropy(logits: Array) -> Signal:
+    """The signal `entropy`: of the class probabilities at a loop."""
     log_p = log_probs(logits)
     return np.maximum(-np.einsum("...v,...v->...", np.exp(log_p), present(log_p)), 0.0)
 
 
 def top1(logits: Array) -> Signal:
+    """The signal `top1`: the largest class probability."""
     return np.exp(log_probs(logits).max(axis=-1))
 
 
 def margin(logits: Array) -> Signal:
-    """The largest logit minus the second-largest."""
+    """The signal `margin`: the largest logit minus the second-largest."""
     two = np.partition(logits, logits.shape[-1] - 2, axis=-1)[..., -2:]
     return two[..., 1].astype(np.float64) - two[..., 0]
 
@@ -79,25 +81,27 @@ def kl(logits: Array) -> Signal:
 
 
 def logit_change(logits: Array) -> Signal:
+    """The signal `logit_change`: how far the logits moved since the loop before."""
     return hidden_change(present(logits))
 
 
 def hidden_change(hidden: Array) -> Signal:
+    """The signal `hidden_change`: how far the hidden state moved since the loop before."""
     step = hidden[:, 1:].astype(np.float64) - hidden[:, :-1]
-    return _from_loop_2(_norm(step))
+    return _from_loop_2(_vector_norm(step))
 
 
 def hidden_cosine(hidden: Array) -> Signal:
-    """1 - cos(r_t, r_{t-1})."""
+    """The signal `hidden_cosine`: 1 - cos(r_t, r_{t-1})."""
     states = hidden.astype(np.float64)
-    norms = _norm(states)
+    norms = _vector_norm(states)
     products = np.einsum("ntd,ntd->nt", states[:, 1:], states[:, :-1])
     scale = np.maximum(norms[:, 1:] * norms[:, :-1], np.finfo(np.float64).tiny)
     return _from_loop_2(np.maximum(1.0 - products / scale, 0.0))
 
 
 def exit_cdf(gate_logits: Array) -> Signal:
-    """The probability of having exited by loop t; all that is left exits at T, and not a bit of it before.
+    """The signal `gate`: the probability of an exit by loop t; the rest exits at loop T.
 
     Before T the CDF is below 1 however large the halt logits are; where float64 would round it up, it stays just
     below, so that a threshold of 1 means loop T.
@@ -118,11 +122,11 @@ SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
     "hidden_change": ("hidden", hidden_change),
     "hidden_cosine": ("hidden", hidden_cosine),
 }
-"""What each of the paper's signals is computed from, and how."""
+"""The source and the function of each of the paper's signals."""
 
 
 def as_defined(name: str, values: Signal) -> Signal:
-    """A signal that came with a recording, held to the same conventions as one computed here."""
+    """Give a recorded signal the conventions of a computed one, such as NaN at loop 1."""
     if name in CONVERGENCE:
         values[:, 0] = np.nan
     if is_gate(name):
@@ -132,6 +136,7 @@ def as_defined(name: str, values: Signal) -> Signal:
 
 
 def by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
+    """Compute a signal some rows at a time, so that the numbers stay in the cache."""
     rows, loops = values.shape[:2]
     size = max(1, _CHUNK * rows // max(values.size, 1))
     result = np.empty((rows, loops))
@@ -141,31 +146,33 @@ def by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
 
 
 def log_probs(logits: Array) -> Signal:
-    """Logarithms of the probabilities, in float64."""
+    """Log-probabilities of logits, in float64."""
     return np.asarray(log_softmax(logits.astype(np.float64), axis=-1))
 
 
 def present(values: Array) -> Array:
-    """0 for a missing class: its probability is 0 at every loop, so it adds nothing."""
+    """Replace the logits of missing classes by 0: their probability is 0 at every loop."""
     missing = np.isneginf(values)
     return np.where(missing, 0.0, values) if missing.any() else values
 
 
-def _norm(vectors: Signal) -> Signal:
+def _vector_norm(vectors: Signal) -> Signal:
+    """The Euclidean norm of each vector."""
     return np.sqrt(np.einsum("ntd,ntd->nt", vectors, vectors))
 
 
 def _from_loop_2(changes: Signal) -> Signal:
+    """Put NaN before a signal that begins at loop 2."""
     return np.concatenate((np.full((len(changes), 1), np.nan), changes), axis=1)
 
 
 def one_loop(compute: Callable[..., Signal]) -> Callable[[Array], Signal]:
-    """A signal [N, T] of every loop by itself."""
+    """Make a signal [N, T] from a function of one loop."""
     return lambda now: compute(now[:, None])[:, 0]
 
 
 def two_loops(compute: Callable[..., Signal]) -> Callable[[Array, State | None], Stepped]:
-    """A signal [N, T] that compares a loop with the one before."""
+    """Make the step of a signal that compares a loop with the one before."""
 
     def step(now: Array, state: State | None) -> Stepped:
         if state is None:
@@ -176,21 +183,21 @@ def two_loops(compute: Callable[..., Signal]) -> Callable[[Array, State | None],
 
 
 def running_cdf(gate_logits: Array, state: State | None) -> Stepped:
-    """The exit CDF before loop T; that all that is left exits there is the policy's business."""
+    """The step of `gate`: the exit CDF before loop T."""
     so_far: Any = 0.0 if state is None else state[0]
     log_continue = so_far - np.logaddexp(0.0, gate_logits.astype(np.float64))
     return np.minimum(-np.expm1(log_continue), BELOW_ONE), (log_continue,)
 
 
 def halting(gate_logits: Array, state: State | None) -> Stepped:
-    """The halt probabilities added up, as ACT exits by them; once it has halted, all but 1."""
+    """The step of `halting`: the sum of halt probabilities, as ACT exits by it."""
     so_far: Any = 0.0 if state is None else state[0]
     spent = so_far + expit(gate_logits.astype(np.float64))
     return np.where(spent >= HALTED, BELOW_ONE, spent), (spent,)
 
 
 def patience(answers: Array, state: State | None) -> Stepped:
-    """For how many loops the answer has not changed: 0 at loop 1, and wherever it is not that of the loop before."""
+    """The step of `patience`: for how many loops the answer has not changed; 0 at loop 1."""
     if state is None:
         return np.zeros(len(answers)), (answers, np.zeros(len(answers)))
     before, unchanged = state
@@ -199,7 +206,7 @@ def patience(answers: Array, state: State | None) -> Stepped:
 
 
 def settling(logits: Array, state: State | None) -> Stepped:
-    """The margin minus twice what the loops to come can still change of a logit: above 0, no answer is overturned.
+    """The step of `settling`: the margin minus twice the most that later loops can change a logit.
 
     If every step of the logits is at most r times the one before, those after d_t add up to d_t r / (1 - r); r is the
     ratio of the last two, d the largest change of a logit. An answer falls only where its own logit sinks and another
@@ -214,7 +221,7 @@ def settling(logits: Array, state: State | None) -> Stepped:
 
 
 def remaining_change(step: Signal, last_step: Signal) -> Signal:
-    """[N] the geometric bound on what comes after a step; nothing after a step of 0, NaN without one before it."""
+    """[N] the geometric bound on the changes after a step; 0 after a step of 0, NaN without an earlier step."""
     with np.errstate(divide="ignore"):
         ratio = np.divide(step, last_step, out=np.where(np.isnan(last_step), np.nan, 0.0), where=step > 0)
     ratio = np.minimum(ratio, LARGEST_RATIO)
@@ -222,7 +229,7 @@ def remaining_change(step: Signal, last_step: Signal) -> Signal:
 
 
 def hidden_acceleration(hidden: Array, state: State | None) -> Stepped:
-    """|r_t - 2 r_{t-1} + r_{t-2}|: how much the step of the state changes. NaN until there are two steps."""
+    """The step of `hidden_acceleration`: |r_t - 2 r_{t-1} + r_{t-2}|; NaN until there are two steps."""
     states = hidden.astype(np.float64)
     if state is None:
         return np.full(len(hidden), np.nan), (states, np.full_like(states, np.nan))

@@ -12,6 +12,8 @@ from loopscope.errors import missing_extra
 
 
 class _Report(ModuleType):
+    """Make `loopscope.report` callable: `loopscope.report(...)` writes a report."""
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """See `loopscope.report.write.report`."""
         try:

@@ -24,8 +24,8 @@ _BETWEEN = "gate_channels"
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Runs that differ in their seed and in the channels of their gate only."""
+class GateSweep:
+    """Runs of a report that differ only in their seed and in the channels of their gate."""
 
     task: str
     training: str
@@ -36,9 +36,9 @@ class Sweep:
         return sorted(self.models.items(), key=lambda each: each[0])
 
 
-def sweeps(results: Results) -> list[Sweep]:
-    """Every sweep of which a run has channels that no objective is named after."""
-    found: dict[str, Sweep] = {}
+def channel_sweeps(results: Results) -> list[GateSweep]:
+    """The channel sweeps of a report, if a run has channels that no objective is named after."""
+    found: dict[str, GateSweep] = {}
     for model in results.models:
         run = recorded_run(model.provenance)
         if run is None or run["objective"]["name"] not in (*CORNERS, _BETWEEN):
@@ -46,26 +46,26 @@ def sweeps(results: Results) -> list[Sweep]:
         objective, seed = run["objective"], run["training"]["seed"]
         channels = CORNERS.get(objective["name"]) or (objective["gate_weight"], objective["gate_gradient"])
         rest = _but_channels_and_seed(model.provenance["run"])
-        sweep = found.setdefault(digest(rest), Sweep(run["task"]["name"], model_label({"run": rest}, model.name)))
+        sweep = found.setdefault(digest(rest), GateSweep(run["task"]["name"], model_label({"run": rest}, model.name)))
         sweep.models.setdefault(channels, {})[seed] = model
     return [sweep for sweep in found.values() if sweep.models.keys() - CORNERS.values()]
 
 
 def _but_channels_and_seed(run: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the joint run with seed 0 that is like this one otherwise."""
+    """The settings of a run with the joint objective's channels and seed 0, to find runs that differ only in these."""
     objective = {key: value for key, value in run["objective"].items() if not key.startswith("gate_")}
     return {**run, "objective": {**objective, "name": "learned_gate"}, "training": {**run["training"], "seed": 0}}
 
 
 def channel_table(results: Results) -> Table:
-    """The trajectory gap of every run, by task, training, channels and seed."""
-    found, referenced = sweeps(results), has_reference(results)
+    """The table of channels: the trajectory gap of every run, by task, training, channels and seed."""
+    found, referenced = channel_sweeps(results), has_reference(results)
     seeds = sorted({seed for sweep in found for models in sweep.models.values() for seed in models})
     rows = []
     for sweep in found:
         for (weight, gradient), models in sweep.ordered:
-            first_loops = [share_text(over_seeds(_accuracies(models.values(), loop))) for loop in (0, 1)]
-            cells = [_gap_cell(models[seed], referenced) if seed in models else NOTHING for seed in seeds]
+            first_loops = [share_text(over_seeds(_accuracies_at_loop(models.values(), loop))) for loop in (0, 1)]
+            cells = [_trajectory_gap_cell(models[seed], referenced) if seed in models else NOTHING for seed in seeds]
             gaps = [model.diagnosis.trajectory_gap for model in models.values()]
             whole = gap_over_seeds(gaps) or NOTHING
             rows.append([sweep.task, sweep.training, f"{weight:g}", f"{gradient:g}", *first_loops, whole, *cells])
@@ -83,18 +83,20 @@ def channel_table(results: Results) -> Table:
     return Table("The two channels of joint training", note, [*columns, *(f"seed {seed}" for seed in seeds)], rows)
 
 
-def _accuracies(models: Iterable[ModelResult], loop: int) -> list[float | None]:
+def _accuracies_at_loop(models: Iterable[ModelResult], loop: int) -> list[float | None]:
+    """The accuracy of every run at one loop; None for a run without it."""
     return [model.forced_accuracy[loop] if loop < len(model.forced_accuracy) else None for model in models]
 
 
-def _gap_cell(model: ModelResult, referenced: bool) -> str:
+def _trajectory_gap_cell(model: ModelResult, referenced: bool) -> str:
+    """The trajectory gap of a run, as a cell of the table of channels."""
     return gap_cells(model, referenced, shares=False)["trajectory gap"]
 
 
 def channel_doses(results: Results) -> Drawing | None:
-    """The trajectory gap against the gate's weight: a panel a sweep, a line a share of the gradient."""
+    """The figure of channels: the trajectory gap against the gate's weight, one panel per sweep."""
     panels = []
-    for sweep in sweeps(results):
+    for sweep in channel_sweeps(results):
         lines: dict[str, list[Dose]] = {}
         for (weight, gradient), models in sorted(sweep.ordered, key=lambda each: each[0][1]):
             gaps = [gap for model in models.values() if (gap := model.diagnosis.trajectory_gap) is not None]
@@ -105,6 +107,7 @@ def channel_doses(results: Results) -> Drawing | None:
 
 
 def _dose(weight: float, gaps: list[Gap]) -> Dose:
+    """The mean trajectory gap at one weight of the gate, with its range over seeds."""
     values = [gap.value for gap in gaps]
     if len(gaps) == 1:
         return Dose(weight, values[0], gaps[0].low, gaps[0].high)

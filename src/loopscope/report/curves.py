@@ -20,7 +20,7 @@ MAX_KEY_ENTRIES = 8
 _MAX_DIFFICULTIES = 16
 """Lines of one panel that can still be told apart by their shade; more are joined to as many as a key names."""
 _LINE_WIDTH = 0.015
-"""Of a panel's height: lines that are closer are drawn once."""
+"""The share of a panel's height within which two lines are drawn as one."""
 _MAX_END_DISTANCE = 0.15
 """Loops by which the ends of two curves that are called the same may differ."""
 _POINTS_OF_A_MEAN = 61
@@ -40,9 +40,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Line:
-    """Accuracy against average loops, in rising order; the band is over seeds, or over the examples of one."""
+    """A line of a frontier figure: accuracy against average loops, with a band over seeds or test examples."""
 
-    name: str  # a readout's, or what the legend should say
+    name: str  # a readout's name, or words of the legend
     loops: Floats
     accuracy: Floats
     low: Floats
@@ -51,8 +51,8 @@ class Line:
 
     @classmethod
     def of(cls, frontiers: Sequence[FrontierResult], name: str | None = None) -> "Line":
-        """Of a frontier a seed; of the first alone where they have no depth in common."""
-        curves = [_sorted(frontier) for frontier in frontiers]
+        """The line of a readout over seeds; of the first seed only if their frontiers have no loops in common."""
+        curves = [_points_by_loops(frontier) for frontier in frontiers]
         name, points = name or frontiers[0].readout, frontiers[0].readout in POINTS
         start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
         apart = len({len(curve[0]) for curve in curves}) > 1 if points else start >= end
@@ -79,7 +79,8 @@ class Line:
         return bool(apart <= closer_than)
 
 
-def _sorted(frontier: FrontierResult) -> tuple[Floats, Floats, Floats, Floats]:
+def _points_by_loops(frontier: FrontierResult) -> tuple[Floats, Floats, Floats, Floats]:
+    """The points of a frontier by average loops, with the bounds of their accuracy."""
     order = np.lexsort((frontier.accuracy, frontier.average_loops))
     columns = (frontier.average_loops, frontier.accuracy, frontier.accuracy_low, frontier.accuracy_high)
     loops, accuracy, low, high = (np.asarray(each, dtype=np.float64)[order] for each in columns)
@@ -88,7 +89,7 @@ def _sorted(frontier: FrontierResult) -> tuple[Floats, Floats, Floats, Floats]:
 
 @dataclass(frozen=True)
 class Panel:
-    """`lines` come in the order of their weight: where there are too many, the last are left out."""
+    """A panel of a frontier figure; if it has too many lines, the figure leaves out the last ones."""
 
     title: str
     lines: list[Line]
@@ -96,7 +97,7 @@ class Panel:
     target: float | None  # the accuracy that is sought of its model; None without a verdict
     chosen: tuple[str, ...] = ()  # names of lines that are never left out
     same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
-    note: str = ""  # what the panel says of its lines
+    note: str = ""  # the panel's note on its lines
 
     @property
     def heights(self) -> tuple[float, float]:
@@ -121,13 +122,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Drawn:
+    """The panels that a figure draws, and the lines that it merged or left out."""
+
     panels: list[Panel]
     merged: tuple[tuple[str, ...], ...]  # lines that lie on each other in every panel
     left_out: list[str]
 
 
 def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]) -> Drawn:
-    """What is drawn of all lines: one of those that lie on each other, and no more than a legend holds.
+    """Choose the lines to draw: merge overlapping lines, and keep no more than a key holds.
 
     Chosen lines, points, and what a figure is about are all drawn, though the legend has more entries for it. Of lines
     that lie on each other one is drawn and names the others; it is never one that is left out for one that is not.
@@ -135,9 +138,9 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     chosen = {name for panel in panels for name in panel.chosen}
 
     def weight(name: str) -> int:
-        return 0 if name in chosen else _weight(name)
+        return 0 if name in chosen else _drawing_rank(name)
 
-    once = [_once(panel, high - low, weight) for panel, (low, high) in zip(panels, heights, strict=True)]
+    once = [_merge_overlapping(panel, high - low, weight) for panel, (low, high) in zip(panels, heights, strict=True)]
     everywhere = set.intersection(*(set(panel.same) for panel in once)) if once else set()
     drawn = {line.name for panel in once for line in panel.lines}
     names = [name for name in dict.fromkeys(line.name for panel in panels for line in panel.lines) if name in drawn]
@@ -153,13 +156,13 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     return Drawn(shown, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
 
 
-def _weight(name: str) -> int:
-    """Points, models' own gates and what a figure is about are drawn first, others in the order of the panels."""
+def _drawing_rank(name: str) -> int:
+    """The rank of a line: points, own gates and fitted gates come before other readouts."""
     return 0 if name in POINTS else 1 if name in OWN_GATES or name.startswith(("gate,", "fitted")) else _OTHERS
 
 
-def _once(panel: Panel, height: float, weight: Callable[[str], int]) -> Panel:
-    """Of lines that lie on each other the first is drawn, of those that are never left out if there is one."""
+def _merge_overlapping(panel: Panel, height: float, weight: Callable[[str], int]) -> Panel:
+    """Merge the lines of a panel that overlap; a line that is never left out stays, if there is one."""
     groups: list[list[Line]] = []
     for line in sorted(panel.lines, key=lambda line: weight(line.name) == _OTHERS):
         for group in groups:
@@ -175,7 +178,7 @@ def _once(panel: Panel, height: float, weight: Callable[[str], int]) -> Panel:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """One line of a panel: a difficulty, or neighbouring ones together."""
+    """A line of a panel: one difficulty, or neighbouring ones joined."""
 
     level: float  # their mean, by which it has its shade
     name: str
@@ -185,7 +188,7 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class Dose:
-    """What one dose did: over seeds their mean and range, of one seed its value and interval."""
+    """The effect of one dose: mean and range over seeds, or the value and interval of one seed."""
 
     dose: float
     value: float
@@ -196,7 +199,7 @@ class Dose:
 
 @dataclass(frozen=True)
 class Binning:
-    """A quantity by loop, one line a difficulty, of one table a seed; from its first loop on.
+    """A quantity by loop with one line per difficulty, from one table per seed.
 
     Where there are more difficulties than shades can tell apart, neighbours are joined.
     """
@@ -209,7 +212,7 @@ class Binning:
 
     @property
     def seeds(self) -> int:
-        """As many as have the same difficulties: else the first alone is drawn."""
+        """The number of seeds whose tables have the same difficulties; else 1, because only the first is drawn."""
         return len(self.tables) if all(table.levels == self.tables[0].levels for table in self.tables) else 1
 
     @property
@@ -233,7 +236,7 @@ class Binning:
         return Difficulty(sum(levels[place] for place in places) / len(places), name, tuple(places), ends_training)
 
     def rows(self, shades: Mapping[float, str]) -> Iterable[dict[str, Any]]:
-        """A value with its band, where there is one; shades are the colours of difficulties."""
+        """The values of a panel with their bands, as rows of a chart; shades are the colours of difficulties."""
         shown = self.tables[: self.seeds]
         for line in self.difficulties:
             for loop in range(self.first, len(shown[0].values[0]) + 1):
@@ -248,7 +251,7 @@ class Binning:
 
 
 def joined_mean(table: Binned, places: Sequence[int], loop: int) -> tuple[float, float, float] | None:
-    """The mean over the examples of these difficulties at a loop, with its interval; None where there is no value.
+    """The mean over the examples of some difficulties at a loop, with its interval; None without a value.
 
     Examples of different difficulties were drawn apart, so the ends add up as independent errors do.
     """
@@ -265,10 +268,12 @@ def joined_mean(table: Binned, places: Sequence[int], loop: int) -> tuple[float,
 
 
 def every_group(results: Results) -> list[tuple[str, Seeds]]:
+    """The groups of a report with their members, for figures of all models."""
     return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in results.grouped]
 
 
 def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
+    """A panel of frontiers, with the targets of its runs."""
     targets = [model.diagnosis.target.accuracy for model in seeds if model.diagnosis.verdict != NO_VERDICT]
     target = sum(targets) / len(targets) if targets else None
     chosen = tuple(name for model in seeds for name in model.diagnosis.compared_readouts)
@@ -276,7 +281,7 @@ def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
 
 
 def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, str] | None = None) -> list[Line]:
-    """The lines of those readouts that the runs have; `legend` says what some of them are called."""
+    """The lines of some readouts that the runs have; `legend` renames some of them."""
     found = {name: [frontier for model in seeds if (frontier := model.frontier(name))] for name in readouts}
     return [Line.of(frontiers, (legend or {}).get(name)) for name, frontiers in found.items() if frontiers]
 
@@ -284,7 +289,7 @@ def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, st
 def signal_panels(
     runs: Sequence[Mapping[str, Binned]], names: Iterable[str], prefix: str = "", trained: float | None = None
 ) -> list[Binning]:
-    """A panel for each of these signals that all runs have; `trained` as in `Binning`."""
+    """One panel for each signal that all runs have; `trained` is the hardest difficulty of training."""
     return [
         Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1, trained)
         for name, title in SIGNAL_TITLES.items()
@@ -293,5 +298,5 @@ def signal_panels(
 
 
 def continued(table: Binned, more: Binned) -> Binned:
-    """The difficulties of both."""
+    """Join two tables by difficulty, such as training's difficulties and harder ones."""
     return Binned(*(getattr(table, field) + getattr(more, field) for field in Binned.__struct_fields__))

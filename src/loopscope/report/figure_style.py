@@ -43,7 +43,7 @@ _PLACES = {
     "fitted mlp-ponder": 10,
     "fitted mlp-utility": 11,
 }
-"""Those of the paper's lines, so that a line looks the same in every figure; others take what is free."""
+"""The colours and marks of the paper's lines in every figure; other lines take free ones."""
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
 """For lines of several models."""
 INK, GREY = "#000000", "#777777"
@@ -54,7 +54,7 @@ VERDICTS = {
     "neither": "#009E73",
     "the reference": INK,
 }
-"""Of what is to blame; any other verdict is grey."""
+"""The colours of verdicts, by the part to blame; any other verdict is grey."""
 GLYPHS = {
     "circle": "●",
     "square": "■",
@@ -100,13 +100,13 @@ DARK = {
     "#785EF0": "#A594FF",
     **dict(zip(_ON_LIGHT, _ON_DARK, strict=True)),
 }
-"""What the darker colours become on a dark ground."""
+"""The dark colours and their counterparts on a dark ground."""
 
 
 def looks_of(names: Collection[str]) -> dict[str, Look]:
-    """The colour and the mark of each, readouts by themselves first."""
+    """The colour and mark of each line of a figure; readouts keep theirs in every figure."""
     looks = {name: look for name, look in _LOOKS.items() if name in names}
-    more = sorted(set(names) - set(looks), key=_natural)
+    more = sorted(set(names) - set(looks), key=_natural_sort_key)
     taken = {_PLACES.get(name) for name in more}
     free = (place for place in count() if place not in taken)
     for name in more:
@@ -116,13 +116,13 @@ def looks_of(names: Collection[str]) -> dict[str, Look]:
 
 
 def shades_of(levels: Sequence[float]) -> dict[float, str]:
-    """The colour of every difficulty, by where it lies between the easiest and the hardest."""
+    """The colour of every difficulty, between the easiest and the hardest."""
     low, high = min(levels), max(levels)
     return {level: _ON_LIGHT[round((_SHADES - 1) * (level - low) / ((high - low) or 1))] for level in levels}
 
 
-def _natural(name: str) -> tuple[str, float]:
-    """Sorts names that end in a number by that number."""
+def _natural_sort_key(name: str) -> tuple[str, float]:
+    """A sort key that orders names with a number at the end by that number."""
     words, _, last = name.rpartition(" ")
     try:
         return words, float(last)
@@ -132,7 +132,7 @@ def _natural(name: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class FigureStyle:
-    """Sizes in points (of a screen: pixels)."""
+    """The sizes of a figure's style, in points (on a screen: pixels)."""
 
     width: float  # of a panel
     height: float

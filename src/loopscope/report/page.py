@@ -22,27 +22,28 @@ import vl_convert
 from jinja2 import Environment
 
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
+from loopscope.analysis.formatting import percent_text
 from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import Binned, ModelResult, Results, rounded
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.threshold_details import OUTCOMES, ModelDetails, SampledExamples, ThresholdDetails
 from loopscope.errors import visible
 from loopscope.report import tables
 from loopscope.report.figure_style import DARK, GLYPHS, MODELS, STYLES, looks_of
 from loopscope.report.products import Product
 from loopscope.report.verdicts import (
-    goal,
     needed_loops,
     short_title,
     short_verdict,
     summary,
+    target_phrase,
     title,
-    uncounted,
     verdict_lines,
+    without_count,
 )
 
 MAX_PAGE_BYTES = 8_000_000
-"""What is too much is left out of the parts of single models."""
+"""The largest page; data of single models are left out above it."""
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
 _SCRIPTS = (
@@ -51,7 +52,7 @@ _SCRIPTS = (
 )
 
 _CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
-"""What a card has of the headline's table."""
+"""The columns of the first table that a card shows."""
 
 
 _TERMS = {
@@ -78,11 +79,11 @@ _TERMS = {
     "oracle": "A rule that knows the right answers, and exits at the first loop that has one.",
     "forced exits": "Every example exits at the same loop: the trajectory itself, without any rule.",
 }
-"""What words of the page mean, for a reader who points at them."""
+"""The meanings of terms, which the page shows when a reader points at them."""
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A published number, beside the models that match it."""
+    """A published number on the page's chart, for the models that match it."""
 
     names: list[str]  # of the models that it belongs to
     readout: str
@@ -99,38 +100,38 @@ def render(
     again: str,
     markers: Sequence[Marker] = (),
 ) -> str:
-    """The page, which says by what command it was made, and its products `again` (and `--product NAME`), if by one.
+    """Render the HTML page; `command` made it, and `again` (with `--product NAME`) makes its products.
 
     `markers` are published numbers that its frontiers show beside the models' own.
     """
     everything, lines = list(details), verdict_lines(results)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, guarantee=tables.guarantee_cell)
+    environment = Environment(autoescape=True, finalize=_visible_on_page, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_depths_note, guarantee=tables.guarantee_cell)
     environment.filters["short"] = short_verdict
     template = environment.from_string(_asset("page.html"))
     content = {
         "results": results,
         "places": {model.name: place for place, model in enumerate(results.models)},
         "target": results.targets[0],
-        "scope": scope(results),
+        "scope": scope_sentence(results),
         "title": title(results),
         "short_title": short_title(results),
         "summary": summary(results),
         "lines": lines,
         "glyphs": [glyph for _, glyph in zip(lines, cycle(GLYPHS.values()))],
         "colours": {line.verdict: line.short for line in lines},
-        "goal": goal(results.targets[0]),
+        "goal": target_phrase(results.targets[0]),
         "terms": _TERMS,
         "cards": cards(results),
         "products": products,
         "command": _Verbatim(command),
         "again": _Verbatim(again),
-        "head": _packed(page_head(results, everything, markers)),
-        "figures": {each.name: _packed(each.figure(STYLES["page"])) for each in products if each.figure is not None},
-        "policy": _content_security_policy([_libraries(), script], style),
+        "head": _pack_json(page_head(results, everything, markers)),
+        "figures": {each.name: _pack_json(each.figure(STYLES["page"])) for each in products if each.figure is not None},
+        "policy": _content_security_policy([_vega_bundle(), script], style),
         "style": style,
-        "libraries": _libraries(),
+        "libraries": _vega_bundle(),
         "script": script,
     }
     bare = len(template.render(**content, deep=[], thinned="").encode())
@@ -139,26 +140,28 @@ def render(
 
 
 @cache
-def _libraries() -> str:
-    """Vega and Vega-Lite, which take seconds to bundle."""
+def _vega_bundle() -> str:
+    """The bundle of Vega and Vega-Lite, cached because it takes seconds."""
     bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub is wrong
     return bundle
 
 
 def _asset(name: str) -> str:
+    """Read a script, style or template of the page."""
     return (files("loopscope.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 class _Verbatim(str):
-    """A text that a reader may copy: no blank of it is changed."""
+    """A text of the page that readers may copy, so its spaces stay unchanged."""
 
 
 def _as_json(value: Any) -> _Verbatim:
+    """JSON for readers of the page."""
     return _Verbatim(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def _shown(value: Any) -> Any:
-    """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it.
+def _visible_on_page(value: Any) -> Any:
+    """Make a text visible on the page: escape marks that reorder a line, which would change its numbers.
 
     A number stays with its percent sign.
     """
@@ -166,11 +169,11 @@ def _shown(value: Any) -> Any:
         return visible(str(value))
     if type(value) is str:
         return visible(value).replace(" %", "\N{NO-BREAK SPACE}%")
-    return value  # what is marked as safe is the page's own
+    return value  # markup that is marked as safe comes from the page
 
 
 def _content_security_policy(scripts: Iterable[str], style: str) -> str:
-    """What may run on the page: its own scripts, told by their hashes, and nothing else.
+    """The page's content security policy: only its own scripts and style, known by their hashes.
 
     Whatever else finds its way into the file, the browser refuses to run: no other inline script, no handler in an
     attribute, no `eval`, no style but the page's, no request.
@@ -182,35 +185,36 @@ def _content_security_policy(scripts: Iterable[str], style: str) -> str:
 
 
 def cards(results: Results) -> list[dict[str, Any]]:
-    """What the page says of every group of runs that differ in their seed only."""
+    """The cards of the page: one for every group of runs that differ only in their seed."""
     made = []
     for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
-        single = gaps = _run_gaps(members[0], tables.has_reference(results))
+        single = gaps = _gaps_on_card(members[0], tables.has_reference(results))
         if len(members) > 1:
             over = {name: tables.gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
-            gaps = {name: uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
-        card = dict(zip(_CELLS, [uncounted(cell, len(members)) for cell in row], strict=True))
-        verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
+            gaps = {name: without_count(over[name], len(members)) or absent for name, absent in gaps.items()}
+        card = dict(zip(_CELLS, [without_count(cell, len(members)) for cell in row], strict=True))
+        verdicts, target = Counter(model.verdict for model in members), _target_on_card(members, results.targets[0])
         made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": members})
     return made
 
 
-def _own_target(models: list[ModelResult], target: Target) -> str:
-    """Of a relative target the accuracy, over seeds from the lowest to the highest."""
+def _target_on_card(models: list[ModelResult], target: Target) -> str:
+    """The accuracy that a relative target means on a card, over seeds from the lowest to the highest."""
     if target.accuracy is not None or tables.without_depths(models):
         return ""
     accuracies = sorted(model.targets[target.key].accuracy for model in models)
     return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
-def _run_gaps(model: ModelResult, referenced: bool) -> dict[str, str]:
+def _gaps_on_card(model: ModelResult, referenced: bool) -> dict[str, str]:
+    """The gaps of one run on its card."""
     cells = tables.gap_cells(model, referenced, shares=False)
     same = {name for name, gap in model.diagnosis.gaps.items() if gap is not None and gap.first == gap.second}
     return {name: "its gate is the best readout" if name in same else cell for name, cell in cells.items()}
 
 
-def _read_at(diagnosis: Diagnosis) -> str:
-    """Of which accuracy the card's depths are, where its gaps are at another, or where it is not the target."""
+def _depths_note(diagnosis: Diagnosis) -> str:
+    """The sentence about the accuracy of a card's depths, if its gaps use another one, or it is not the target."""
     level = diagnosis.target
     lower = any(gap is not None and gap.accuracy != level.reached for gap in diagnosis.gaps.values())
     if diagnosis.verdict == NO_VERDICT or (level.reached == level.accuracy and not lower):
@@ -221,8 +225,8 @@ def _read_at(diagnosis: Diagnosis) -> str:
     return text + ("; a gap, and the depths that it subtracts, at the accuracy beside it (@)." if lower else ".")
 
 
-def scope(results: Results) -> str:
-    """Of what the report is, in a sentence; and of sequences, what means and intervals are over."""
+def scope_sentence(results: Results) -> str:
+    """The sentence on the scope of a report: its models, seeds and test examples."""
     runs, counts = len(results.models), sorted({model.test_examples for model in results.models})
     seeds = sorted({seed for model in results.models if (seed := seed_of(model))}, key=int)
     tested = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
@@ -239,13 +243,13 @@ def scope(results: Results) -> str:
 
 
 def seed_of(model: ModelResult) -> str:
-    """The training seed; nothing where it is not known."""
+    """The training seed of a model, as text; empty if it is unknown."""
     run = recorded_run(model.provenance)
     return "" if run is None else str(run["training"]["seed"])
 
 
 def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Sequence[Marker]) -> dict[str, Any]:
-    """What charts of many models need."""
+    """The data of the page for charts of many models."""
     groups = {name: number for number, group in enumerate(results.groups) for name in group.names}
     verdicts = {model.name: model.verdict for model in results.models}
     models = [
@@ -256,11 +260,11 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             "seed": seed_of(model),
             "loops": len(model.forced_accuracy),
             "examples": model.test_examples,
-            "tested": model.tested,  # how many test examples there are, and of what
+            "tested": model.tested,  # the number of test examples, in words
             "target": None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             "chance": model.diagnosis.chance,
             "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
-            "gaps": _gaps(model, tables.has_reference(results)),
+            "gaps": _gap_data(model, tables.has_reference(results)),
             "curves": own.curves,
             "needed": needed_loops(model, results.targets),
         }
@@ -280,12 +284,13 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
         "paper": markers,
         "styles": looks_of({curve.readout for own in details for curve in own.curves}),  # colour and shape
         "colours": MODELS,
-        "dark": DARK,  # what a colour is on a dark ground
+        "dark": DARK,  # each colour on a dark ground
         "outcomes": OUTCOMES,
     }
 
 
-def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
+def _gap_data(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
+    """The gaps of one model as data for the page's charts."""
     cells = tables.gap_cells(model, referenced, shares=False)
     return {
         name: {"text": cells[name], "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
@@ -295,10 +300,10 @@ def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
 
 
 def thinned(results: Results, details: Sequence[ThresholdDetails], room: int) -> tuple[list[str], str]:
-    """The part of every model, packed into `room` characters if they can be, and what was left out of them."""
+    """The page's data of every model, packed into `room` characters if possible, and a note on omissions."""
     for most, longest, levels in _STEPS:
         pairs = zip(results.models, details, strict=True)
-        parts = [_packed(_part(model, own.deep, most, longest, levels)) for model, own in pairs]
+        parts = [_pack_json(_model_data(model, own.deep, most, longest, levels)) for model, own in pairs]
         if sum(map(len, parts)) <= room:
             break
     coarse = " Histograms join neighbouring difficulties: the page would be too large." if levels < 50 else ""
@@ -311,20 +316,20 @@ def thinned(results: Results, details: Sequence[ThresholdDetails], room: int) ->
     return parts, note
 
 
-def _part(model: ModelResult, details: ModelDetails, most: int, longest: int, levels: int) -> dict[str, Any]:
-    """What is looked at one model at a time."""
-    deep = _coarser(details, levels)
+def _model_data(model: ModelResult, details: ModelDetails, most: int, longest: int, levels: int) -> dict[str, Any]:
+    """The page's data of one model."""
+    deep = _with_fewer_difficulties(details, levels)
     return {
-        "forced": _brief(model.forced_accuracy_by_difficulty),
-        "exit_distribution": None if model.exit_distribution is None else _brief(model.exit_distribution),
-        "signals": {name: _brief(table) for name, table in model.signals.items()},
+        "forced": _without_intervals(model.forced_accuracy_by_difficulty),
+        "exit_distribution": None if model.exit_distribution is None else _without_intervals(model.exit_distribution),
+        "signals": {name: _without_intervals(table) for name, table in model.signals.items()},
         "answers": "number" if model.benchmark is None else "letter",  # how an answer is written
-        "deep": msgspec.structs.replace(deep, examples=_shorter(deep.examples, most, longest)),
+        "deep": msgspec.structs.replace(deep, examples=_with_fewer_examples(deep.examples, most, longest)),
     }
 
 
-def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
-    """Neighbouring difficulties joined until there are at most so many."""
+def _with_fewer_difficulties(deep: ModelDetails, most: int) -> ModelDetails:
+    """Join neighbouring difficulties until at most `most` are left."""
     size = len(deep.levels)
     if size <= most:
         return deep
@@ -341,30 +346,30 @@ def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
     return msgspec.structs.replace(deep, binned=True, levels=middles, counts=joined([deep.counts])[0], lines=lines)
 
 
-def _shorter(sheet: SampledExamples, most: int, longest: int) -> SampledExamples:
-    """The first `most` of the examples that were drawn, in the order of the recording, cut at `longest` characters."""
+def _with_fewer_examples(sheet: SampledExamples, most: int, longest: int) -> SampledExamples:
+    """Keep the first `most` sampled examples, and cut their texts to `longest` characters."""
     kept = sorted(range(min(most, len(sheet.rows))), key=sheet.rows.__getitem__)
 
     def take(values: Any) -> Any:
         if isinstance(values, dict):
             return {name: take(each) for name, each in values.items()}
-        return None if values is None else [_cut(values[place], longest) for place in kept]
+        return None if values is None else [_cut_text(values[place], longest) for place in kept]
 
     return SampledExamples(*(take(getattr(sheet, field)) for field in SampledExamples.__struct_fields__))
 
 
-def _cut(value: Any, longest: int) -> Any:
-    """A text, if it is one, with at most so many characters."""
+def _cut_text(value: Any, longest: int) -> Any:
+    """Cut a text to at most `longest` characters."""
     if not isinstance(value, str) or len(value) <= longest:
         return value
     return f"{value[:longest]} … [{len(value) - longest:,} more characters]"
 
 
-def _brief(table: Binned) -> Binned:
-    """Without its intervals, which figures have and the page's own charts do not show."""
+def _without_intervals(table: Binned) -> Binned:
+    """A table by difficulty without its intervals, which the page's charts do not show."""
     return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values], [], [])
 
 
-def _packed(value: Any) -> str:
-    """Compressed JSON as text; the same value gives the same text."""
+def _pack_json(value: Any) -> str:
+    """Compress JSON to text; equal values give equal text."""
     return base64.b64encode(gzip.compress(msgspec.json.encode(value), mtime=0)).decode()

@@ -1,4 +1,4 @@
-"""Everything that a report can show, each under a name; a product is made where the models that it needs are there."""
+"""What can a report show? Tables and figures by name; a report has the products whose models it contains."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,24 +15,24 @@ from loopscope.report.tables import Table, transfer_table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
 _MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
-"""What Markdown would read as more than a letter: `_` at the edge of a word, brackets where they would be a link."""
+"""Characters that Markdown reads as markup: `_` at the edge of a word, brackets of a link."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A table, or a figure with its caption."""
+    """A product of a report: a table, or a figure with its caption."""
 
     name: str
     title: str
     note: str
-    paper: str  # what it is the counterpart of, or nothing
+    paper: str  # the figure or table of the paper that it stands for, or empty
     table: Table | None = None
     figure: Drawing | None = None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is made, and its caption; a table brings its own."""
+    """The recipe of a figure in a report, and its caption."""
 
     make: Callable[[Results], Drawing | None]
     title: str
@@ -44,7 +44,7 @@ Recipe = Figure | Callable[[Results], Table]
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Recipes by name, and groups of them; `counterparts` says what in the paper a product stands for."""
+    """The products that a report can have, by name and in groups; `counterparts` names their origin in the paper."""
 
     recipes: Mapping[str, Recipe]
     groups: Mapping[str, tuple[str, ...]]
@@ -55,7 +55,7 @@ class Catalogue:
         return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
-        """The products of these names (or groups of products), as far as the results have what they need."""
+        """Make the products of these names or groups, if the results have the models that they need."""
         made = (self._make(name, results) for name in self.names(names))
         return [product for product in made if product is not None]
 
@@ -73,7 +73,7 @@ class Catalogue:
 
 
 def markdown(products: Iterable[Product]) -> str:
-    """All tables of a report, in which a name from a file is a name, whatever it looks like."""
+    """The tables of a report as Markdown, with names from files escaped."""
     parts = []
     for product in products:
         if product.table is not None:
@@ -86,12 +86,12 @@ def markdown(products: Iterable[Product]) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A text in one line, as Markdown that shows every letter of it; tables.js does the same to what is copied."""
+    """Escape a text to one line of Markdown; tables.js does the same when a reader copies a table."""
     return _MARKUP.sub(r"\\\g<0>", visible(_BREAKS.sub(" ", text), keep=""))
 
 
 def _every_frontier(results: Results) -> Drawing | None:
-    """Those that validation chooses first; without learned stoppers, which mostly lie on the best single readout."""
+    """The figure of every frontier; stoppers are left out, because they mostly lie on the best single readout."""
     groups = every_group(results)
     best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
     known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
@@ -101,6 +101,7 @@ def _every_frontier(results: Results) -> Drawing | None:
 
 
 def _every_signal(results: Results) -> Drawing | None:
+    """The figure of every signal by loop and difficulty."""
     groups = every_group(results)
     rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
     per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None

@@ -1,16 +1,17 @@
-"""The tables of every report, once, for the terminal, for Markdown and for the page; without rows, one is left out."""
+"""The tables of every report, for the terminal, for Markdown and for the page; empty tables are left out."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.diagnosis import GIVEN, NO_VERDICT
+from loopscope.analysis.formatting import percent_text, rounded_percent
 from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, Gap
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.transfer import TransferResult
-from loopscope.analysis.verdict_text import rounded_percent, with_bounds
+from loopscope.analysis.verdict_text import with_bounds
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.policy import Guarantee
 from loopscope.readouts.signals import FITTED, OWN_GATES, STOPPER, own_gate
@@ -19,13 +20,15 @@ from loopscope.report.curves import Binning, joined_mean
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 NOTHING = "-"
-"""In a cell that can have no value."""
+"""The text of a cell that can have no value."""
 MAX_LISTED_MODELS = 5
 """Models that a note names."""
 
 
 @dataclass(frozen=True)
 class Table:
+    """A table of a report: title, note, columns and rows."""
+
     title: str
     note: str
     columns: list[str]
@@ -33,7 +36,7 @@ class Table:
 
 
 def of_sequences(results: Results) -> str:
-    """What an example is, where it is a part of a sequence, as the end of a note; nothing where none is."""
+    """The end of a table's note that says what an example is, if examples are parts of sequences."""
     known = {model.label: model for model in results.models if model.sequences is not None}
     if not known:
         return ""
@@ -45,7 +48,7 @@ def of_sequences(results: Results) -> str:
 
 
 def headline(results: Results) -> Table:
-    """What a reader looks for first: the depth each model needs, and the part that is to blame."""
+    """The first table of a report: the depth that each model needs, and the part to blame."""
     target = results.targets[0]
     relative = next((each for each in results.targets if each.accuracy is None), target)
     rows = []
@@ -53,13 +56,13 @@ def headline(results: Results) -> Table:
         at = f" @{percent_text(min(model.targets[relative.key].reached for model in members))}"
         verdicts = Counter(model.verdict for model in members)
         counted = [name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()]
-        lower = read_lower(members, target)
+        lower = lower_accuracy_suffix(members, target)
         own = {name: values[relative.key] for name, values in group.depth_at.items()}
         gate = own_gate(own)
         shown = [
-            _depth_or(group.depth_at["fixed"][target.key], lower, own["fixed"], at),
-            _depth_or(group.depth_at[gate][target.key], lower, own[gate], at) if gate else "no gate",
-            _best_cell(members, target, lower) or _best_cell(members, relative, at) or "N/A",
+            _depth_cell(group.depth_at["fixed"][target.key], lower, own["fixed"], at),
+            _depth_cell(group.depth_at[gate][target.key], lower, own[gate], at) if gate else "no gate",
+            _best_readouts_cell(members, target, lower) or _best_readouts_cell(members, relative, at) or "N/A",
         ]
         if without_depths(members):
             shown = [cell if cell == "no gate" else NO_VERDICT for cell in shown]
@@ -78,21 +81,21 @@ def headline(results: Results) -> Table:
     return Table(f"{target.label} and the part to blame", note + of_sequences(results), columns, rows)
 
 
-def _depth_or(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
-    """A depth, or where no seed has it the one at a relative target, and at which accuracy that is."""
+def _depth_cell(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
+    """A cell with a depth, or else the depth at a relative target with its accuracy."""
     return f"{other}{at}" if depth.mean is None and other.mean is not None else f"{depth}{lower}"
 
 
-def _best_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
-    """The depth of the best readouts at a target, with the names of those that reach it; nothing where none does."""
-    best = [best_at(model, target) for model in members]
+def _best_readouts_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
+    """A cell with the depth of the best readouts at a target, and their names; empty if none reaches it."""
+    best = [best_readout_at(model, target) for model in members]
     depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     reach = dict.fromkeys(name for name, depth in zip(best, depths, strict=True) if depth is not None)
     return f"{over_seeds(depths)}{at}, {'/'.join(reach)}" if reach else ""
 
 
-def best_at(model: ModelResult, target: Target) -> str:
-    """The readout that validation data choose there, by what the room left is measured from, where it is known."""
+def best_readout_at(model: ModelResult, target: Target) -> str:
+    """The readout that validation data choose at a target, which the room left is measured from."""
     rooms = model.rooms.get(target.key)
     room = rooms.room_left if rooms else None
     at_target = room and room.accuracy == model.targets[target.key].reached
@@ -100,17 +103,18 @@ def best_at(model: ModelResult, target: Target) -> str:
 
 
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
+    """D@X of a model's readout at a target; None if it does not reach the target."""
     frontier = model.frontier(readout)
     return None if frontier is None else frontier.depth_at[target]
 
 
 def without_depths(models: Sequence[ModelResult]) -> bool:
-    """Whether none of them gets a verdict: then a depth would say nothing either."""
+    """Whether none of these models gets a verdict, so that the tables show no depths."""
     return all(model.diagnosis.verdict == NO_VERDICT for model in models)
 
 
-def read_lower(models: Sequence[ModelResult], target: Target) -> str:
-    """At which accuracy a depth is read where test data do not reach the target; the lowest of several models'."""
+def lower_accuracy_suffix(models: Sequence[ModelResult], target: Target) -> str:
+    """The suffix with the (lowest) accuracy of a depth if test data do not reach the target."""
     levels = [model.targets[target.key] for model in models]
     if all(level.reached == level.accuracy for level in levels):
         return ""
@@ -118,7 +122,7 @@ def read_lower(models: Sequence[ModelResult], target: Target) -> str:
 
 
 def gaps(results: Results) -> Table:
-    """The four gaps of every model."""
+    """The table of the four gaps of every model."""
     referenced = has_reference(results)
     rows = [[model.label, model.verdict, *gap_cells(model, referenced).values()] for model in results.models]
     target = results.targets[0]
@@ -141,7 +145,7 @@ def gaps(results: Results) -> Table:
 
 
 def learned_stoppers(results: Results) -> Table:
-    """What rules on all signals together gain over the best single readout, and what no rule has reached."""
+    """The table of learned stoppers: their gain over the best single readout, and the rest of the room."""
     learned = [f"{STOPPER}{kind}" for kind in STOPPER_KINDS]
     several, rows = len(results.targets) > 1, []
     for group, members in results.grouped:
@@ -167,7 +171,7 @@ def learned_stoppers(results: Results) -> Table:
 
 
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
-    """The row of runs that differ in their seed only, at one target."""
+    """The row of the stopper table for one group of seeds at one target."""
     rooms = [model.rooms.get(target.key) for model in members]
     room = [each.room_left if each else None for each in rooms]
     reachable = [each.reachable_room if each else None for each in rooms]
@@ -178,8 +182,8 @@ def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequ
         whole.value - part.value if whole and part and whole.accuracy == part.accuracy else None
         for whole, part in zip(room, reachable, strict=True)
     ]
-    lower, signs = read_lower(members, target), [gap.sign for gap in reachable if gap is not None]
-    each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
+    lower, signs = lower_accuracy_suffix(members, target), [gap.sign for gap in reachable if gap is not None]
+    each = "; ".join(_gap_text(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
     return [
         f"{over_seeds(single)}{lower}, {'/'.join(dict.fromkeys(best))}",
         *(f"{depth}{lower}" for depth in depths),
@@ -191,7 +195,7 @@ def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequ
 
 
 def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
-    """Mean and deviation, and from which accuracy on where they are not all at the target; nothing without a gap."""
+    """The mean gap over seeds with its deviation; empty without a gap."""
     known = [gap for gap in gaps if gap is not None]
     if not known:
         return ""
@@ -201,10 +205,10 @@ def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
 
 
 def depths(results: Results) -> Table:
-    """D@X of every readout, and beside it the operating point that validation chose."""
+    """The table of D@X for every readout, with the operating point that validation chose."""
     rows = []
     for group, members in results.grouped:
-        lower = {target.key: read_lower(members, target) for target in results.targets}
+        lower = {target.key: lower_accuracy_suffix(members, target) for target in results.targets}
         judged = [model for model in members if model.diagnosis.verdict != NO_VERDICT]
         silent = {
             key for key in lower if all(model.targets[key].accuracy <= model.diagnosis.chance for model in judged)
@@ -229,7 +233,7 @@ def depths(results: Results) -> Table:
 
 
 def forced(results: Results) -> Table:
-    """Forced exits: the trajectory itself."""
+    """The table of forced exits: the accuracy at every loop."""
     rows = []
     for model in results.models:
         rows.append([model.label, "accuracy", *map(rounded_percent, model.forced_accuracy)])
@@ -240,7 +244,7 @@ def forced(results: Results) -> Table:
 
 
 def forced_by_difficulty(results: Results) -> Table:
-    """Forced exits by difficulty: which examples need which loop."""
+    """The table of forced exits by difficulty: which examples need which loop."""
     rows = []
     for group, members in results.grouped:
         binned = Binning(group.label, "accuracy", [model.forced_accuracy_by_difficulty for model in members])
@@ -257,14 +261,14 @@ def forced_by_difficulty(results: Results) -> Table:
 
 
 def loop_table(title: str, note: str, columns: Sequence[str], rows: Sequence[list[str]], absent: str) -> Table:
-    """A table that ends in a column a loop; models with fewer loops have `absent` in the last of them."""
+    """A table with one column per loop at its end; models with fewer loops have `absent` there."""
     loops = max(map(len, rows), default=len(columns)) - len(columns)
     names = [*columns, *(f"loop {loop}" for loop in range(1, loops + 1))]
     return Table(title, note, names, [row + [absent] * (len(names) - len(row)) for row in rows])
 
 
 def ordering(results: Results) -> Table:
-    """Difficulty ordering."""
+    """The table of difficulty ordering: the correlation of each signal with difficulty."""
     rows = []
     for group, members in results.grouped:
         for signal, value in group.ordering.items():
@@ -280,7 +284,7 @@ def ordering(results: Results) -> Table:
 
 
 def paired_table(results: Results) -> Table:
-    """The model's own gate against readouts that need none, example by example."""
+    """The table of paired comparisons: the model's own gate against readouts without a gate."""
     rows = []
     for model in results.models:
         for each in model.paired:
@@ -299,7 +303,7 @@ def paired_table(results: Results) -> Table:
 
 
 def certified(results: Results) -> Table:
-    """Calibrated policies: what they guarantee, and how they did on test data."""
+    """The table of certified policies: their guarantees, and their results on test data."""
     rows = []
     for model in results.models:
         for each in model.certified:
@@ -334,6 +338,7 @@ def certified(results: Results) -> Table:
 
 
 def guarantee_cell(guarantee: Guarantee) -> str:
+    """A guarantee as a cell of a table."""
     sure = "on average" if guarantee.confidence is None else f"{100 * guarantee.confidence:g} % sure"
     where = ", at every difficulty" if guarantee.per_difficulty else ""
     loss = "accuracy lost" if guarantee.loss == "gap" else guarantee.loss  # a gap is in loops elsewhere
@@ -341,11 +346,12 @@ def guarantee_cell(guarantee: Guarantee) -> str:
 
 
 def has_reference(results: Results) -> bool:
+    """Whether a report compares its models with a reference."""
     return any(model.is_reference for model in results.models)
 
 
 def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict[str, str]:
-    """The cells of all gaps by their names; with the shares of resamples that reach the target, where not all do.
+    """The cells of a model's gaps by name; with `shares`, the shares of resamples that reach the target.
 
     `referenced`: whether the report has a reference.
     """
@@ -359,10 +365,11 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict
         "reachable room": nothing if learned else UNLEARNED,
     }
     own = model.diagnosis.target.accuracy
-    return {name: _gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()}
+    return {name: _gap_text(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()}
 
 
-def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
+def _gap_text(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
+    """A gap as a cell of a table."""
     if gap is None:
         return absent
     text, reaching = with_bounds(gap), (gap.first_reaches_target, gap.second_reaches_target)
@@ -385,7 +392,7 @@ _ITSELF, _OTHER_SEED = "itself", "another seed"
 
 
 def transfer_table(results: Results) -> Table:
-    """Rules of every model on every other, its own data first of all as the measure."""
+    """The table of transfer: the rules of every model on the test data of every model."""
     order = {model.name: place for place, model in enumerate(results.models)}
     group_of = {name: group.label for group in results.groups for name in group.names}
     alone = {name: len(group.names) == 1 for group in results.groups for name in group.names}
@@ -397,11 +404,11 @@ def transfer_table(results: Results) -> Table:
             stops = _ITSELF
         elif labels[each.fitted_on] == stops and not alone[each.stops]:
             stops = _OTHER_SEED
-        pairs[labels[each.fitted_on], stops, _kind(each.readout)].append(each)
+        pairs[labels[each.fitted_on], stops, _rule_kind(each.readout)].append(each)
     rows = [
-        [fitted_on, stops, _rule(kind, found), *cells]
+        [fitted_on, stops, _rule_name(kind, found), *cells]
         for (fitted_on, stops, kind), found in pairs.items()
-        for cells in _cells(found)
+        for cells in _transfer_cells(found)
     ]
     target = results.targets[0]
     note = (
@@ -420,17 +427,18 @@ def transfer_table(results: Results) -> Table:
     return Table("Rules across trajectories", note + of_sequences(results), columns, rows)
 
 
-def _kind(readout: str) -> str:
-    """Which rule of a model it is, where its best signal may be another in every seed."""
+def _rule_kind(readout: str) -> str:
+    """The kind of a transferred rule: its gate or stopper; empty for its best signal, which may differ by seed."""
     return readout if readout in OWN_GATES or readout.startswith(FITTED) else ""
 
 
-def _rule(kind: str, found: Sequence[TransferResult]) -> str:
+def _rule_name(kind: str, found: Sequence[TransferResult]) -> str:
+    """The name of a transferred rule, with the signals that its seeds chose."""
     return kind or "/".join(dict.fromkeys(each.readout for each in found))
 
 
-def _cells(found: Sequence[TransferResult]) -> Iterator[list[str]]:
-    """What was found of a rule, and why it could not be replayed where it could not."""
+def _transfer_cells(found: Sequence[TransferResult]) -> Iterator[list[str]]:
+    """The cells of a transferred rule: its results, or why it could not be replayed."""
     refused = dict.fromkeys(each.refused for each in found if each.refused)
     yield from ([f"rejected: {sentence}", NOTHING, NOTHING] for sentence in refused)
     known = [each.selected for each in found if each.selected is not None]

@@ -1,4 +1,4 @@
-"""What does a reader see first? What the report is of, and a line a model: its loops, and in words why.
+"""What does a reader see first? The title of a report, and one line per model: its verdict, loops and reasons.
 
 Words and figures are those of the analysis (`Diagnosis.against_reference`, `Diagnosis.own_gate`).
 """
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 from loopscope.analysis.bootstrap import Interval
 from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.formatting import percent_text
 from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target
 from loopscope.analysis.verdict_text import GapWords
 from loopscope.report import tables
 from loopscope.report.figure_style import GREY, VERDICTS
 
 _MAX_NAMES = 2
-"""Models or tasks that a title names; of more it says how many."""
+"""A title names at most this many models or tasks; of more it gives their number."""
 _SHORT = {
     "readout": "its readout (the gate) is to blame",
     "trajectory": "its trajectory is to blame",
@@ -44,7 +45,7 @@ _COUNTED = {
 
 @dataclass(frozen=True)
 class NeededLoops:
-    """D@X of the readout that validation data choose."""
+    """The loops that a model needs: D@X of the readout that validation data choose."""
 
     readout: str
     accuracy: float  # at which it is read
@@ -54,8 +55,8 @@ class NeededLoops:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is said of the trajectory or of the readout of a model; or, without a verdict, why there is none."""
+class PartVerdict:
+    """The verdict on one part of a model, its trajectory or its readout; or the reason for no verdict."""
 
     name: str
     words: str
@@ -65,14 +66,14 @@ class Part:
 
 @dataclass(frozen=True)
 class VerdictLine:
-    """A model, or runs that differ in their seed only."""
+    """The verdict line of a model, or of runs that differ only in their seed."""
 
     label: str
     verdict: str  # 'mixed' where its seeds disagree
     short: str  # the verdict in a few words
     loops: str
     exits_by: str
-    parts: list[Part]
+    parts: list[PartVerdict]
 
     @property
     def colour(self) -> str:
@@ -80,27 +81,28 @@ class VerdictLine:
 
 
 def title(results: Results) -> str:
-    """The question that the report answers: of which task and models, and at which accuracy."""
+    """The title of a report: the question it answers, with task, models and accuracy."""
     names = _labels(results)
     who = f"{len(names)} models" if len(names) > _MAX_NAMES else " and ".join(names)
-    question = f"ow many loops {'does' if len(names) == 1 else 'do'} {who} need to {goal(results.targets[0])}?"
-    on = _tasks(results)
+    question = f"ow many loops {'does' if len(names) == 1 else 'do'} {who} need to {target_phrase(results.targets[0])}?"
+    on = _task_names(results)
     return f"{', '.join(on)}: h{question}" if 0 < len(on) <= _MAX_NAMES else f"H{question}"
 
 
 def short_title(results: Results) -> str:
-    """Of what the report is, for the tab of a browser."""
-    names, on = _labels(results), _tasks(results)
+    """The title of a report in the browser's tab."""
+    names, on = _labels(results), _task_names(results)
     parts = on if 0 < len(on) <= _MAX_NAMES else []
     return ", ".join([*parts, f"{len(names)} models" if len(names) > 1 else names[0]])
 
 
 def _labels(results: Results) -> list[str]:
+    """The labels of all models or groups of seeds in a report."""
     return [group.label if len(members) > 1 else members[0].label for group, members in results.grouped]
 
 
-def _tasks(results: Results) -> list[str]:
-    """The tasks and benchmarks that are known, each once."""
+def _task_names(results: Results) -> list[str]:
+    """The tasks and benchmarks of a report, each once."""
     known = []
     for model in results.models:
         run = recorded_run(model.provenance)
@@ -108,8 +110,8 @@ def _tasks(results: Results) -> list[str]:
     return [name for name in dict.fromkeys(known) if name]
 
 
-def goal(target: Target) -> str:
-    """As in "how many loops does it need to ..."."""
+def target_phrase(target: Target) -> str:
+    """A target as a verb phrase, as in "how many loops does it need to ..."."""
     if target.accuracy is not None:
         return f"reach {percent_text(target.accuracy)} accuracy"
     points = f"{100 * (target.below_full_depth or 0):g}"
@@ -119,36 +121,37 @@ def goal(target: Target) -> str:
 
 
 def summary(results: Results) -> str:
-    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart."""
+    """The sentence that sums up the verdicts of several models; seeds that disagree count as mixed."""
     if len(results.groups) < 2:
         return ""
-    counts = Counter(_verdict(members) for _, members in results.grouped)
+    counts = Counter(_group_verdict(members) for _, members in results.grouped)
     parts = [text.format(counts[verdict]) for verdict, text in _COUNTED.items() if counts[verdict]]
     parts = [text.replace("1 get ", "1 gets ") for text in parts]
     return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
 
 
-def _verdict(members: Sequence[ModelResult]) -> str:
-    """That of which one seed is the reference is the reference: its seeds are measured by each other."""
+def _group_verdict(members: Sequence[ModelResult]) -> str:
+    """The verdict of runs that differ only in their seed; with a reference among them, the reference's."""
     verdicts = {model.verdict for model in [each for each in members if each.is_reference] or members}
     return verdicts.pop() if len(verdicts) == 1 else "mixed"
 
 
 def verdict_lines(results: Results) -> list[VerdictLine]:
+    """The verdict lines of a report, one per model or group of seeds."""
     referenced, lines = tables.has_reference(results), []
     for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
-        verdict, needed = _verdict(members), [needed_loops(model, results.targets) for model in members]
+        verdict, needed = _group_verdict(members), [needed_loops(model, results.targets) for model in members]
         label, best = row[0], row[4]
-        loops, _, exits_by = uncounted(best, len(members)).partition(", ")
+        loops, _, exits_by = without_count(best, len(members)).partition(", ")
         if len(members) == 1 and needed[0] is not None:
             loops = _needed_text(needed[0], results.targets[0])
         parts = [
-            _part("Trajectory", members, lambda model: _trajectory(model, referenced), "trajectory"),
-            _part("Own gate", members, _readout, "readout"),
+            _part("Trajectory", members, lambda model: _trajectory_words(model, referenced), "trajectory"),
+            _part("Own gate", members, _own_gate_words, "readout"),
         ]
         if verdict in (NO_VERDICT, "the reference, no verdict"):
             why = members[0].diagnosis.sentence.removeprefix("No verdict: ")
-            loops, exits_by, parts = "", "", [Part("No verdict", why, "", blamed=False)]
+            loops, exits_by, parts = "", "", [PartVerdict("No verdict", why, "", blamed=False)]
         lines.append(VerdictLine(label, verdict, short_verdict(verdict), loops, exits_by, parts))
     return lines
 
@@ -159,12 +162,12 @@ def short_verdict(verdict: str) -> str:
 
 
 def needed_loops(model: ModelResult, targets: Sequence[Target]) -> NeededLoops | None:
-    """At the first target, or where test data do not reach it at a relative one, if there is one."""
+    """The loops that a model needs at the first target, or else at a relative target."""
     if model.diagnosis.verdict == NO_VERDICT:
         return None
     relative = next((each for each in targets if each.accuracy is None), targets[0])
     for target in dict.fromkeys((targets[0], relative)):
-        frontier = model.frontier(tables.best_at(model, target))
+        frontier = model.frontier(tables.best_readout_at(model, target))
         if frontier is not None and (loops := frontier.depth_at[target.key]) is not None:
             bounds: Interval | None = frontier.depth_interval[target.key]
             low, high = (bounds.low, bounds.high) if bounds else (None, None)
@@ -173,29 +176,31 @@ def needed_loops(model: ModelResult, targets: Sequence[Target]) -> NeededLoops |
 
 
 def _needed_text(needed: NeededLoops, target: Target) -> str:
+    """The needed loops as text."""
     bounds = "" if needed.low is None else f" [{needed.low:.2f}, {needed.high:.2f}]"
     at = "" if needed.accuracy == target.accuracy else f" at {percent_text(needed.accuracy)}"
     return f"{needed.loops:.2f}{bounds}{at}"
 
 
-def _part(name: str, members: Sequence[ModelResult], read: Callable[[ModelResult], GapWords], gap: str) -> Part:
-    """Of several seeds the words of each, counted, and the mean of their gaps."""
+def _part(name: str, members: Sequence[ModelResult], read: Callable[[ModelResult], GapWords], gap: str) -> PartVerdict:
+    """The verdict on one part of a model; words of several seeds are counted, and their gaps averaged."""
     blamed = any(gap in model.diagnosis.blamed for model in members)
     every = [read(model) for model in members]
     if len(members) == 1:
-        return Part(name, every[0].words, every[0].figures, blamed)
+        return PartVerdict(name, every[0].words, every[0].figures, blamed)
     counts = Counter(each.words for each in every)
     words = [text if len(counts) == 1 else f"{text} ({count} of {len(every)} seeds)" for text, count in counts.items()]
-    size = uncounted(tables.gap_over_seeds([model.diagnosis.gaps[f"{gap} gap"] for model in members]), len(members))
-    return Part(name, "; ".join(words), size and f"over seeds: {size} loops", blamed)
+    size = without_count(tables.gap_over_seeds([model.diagnosis.gaps[f"{gap} gap"] for model in members]), len(members))
+    return PartVerdict(name, "; ".join(words), size and f"over seeds: {size} loops", blamed)
 
 
-def uncounted(text: str, seeds: int) -> str:
-    """Without "(3 of 3)": that all of them are there goes without saying."""
+def without_count(text: str, seeds: int) -> str:
+    """Remove "(3 of 3)" from a text over seeds: all seeds agree."""
     return text.replace(f" ({seeds} of {seeds})", "")
 
 
-def _trajectory(model: ModelResult, referenced: bool) -> GapWords:
+def _trajectory_words(model: ModelResult, referenced: bool) -> GapWords:
+    """The gap of a model's trajectory in words."""
     if model.is_reference:
         return GapWords("the reference", "that the others are compared with")
     if not referenced:
@@ -203,7 +208,8 @@ def _trajectory(model: ModelResult, referenced: bool) -> GapWords:
     return model.diagnosis.against_reference or GapWords("not judged", "(nothing above chance is reached by both)")
 
 
-def _readout(model: ModelResult) -> GapWords:
+def _own_gate_words(model: ModelResult) -> GapWords:
+    """The gap of a model's own gate in words."""
     if tables.gap_cells(model, referenced=False)["readout gap"] == "no gate":
         return GapWords("none", "")
     return model.diagnosis.own_gate or GapWords("not judged", "(nothing above chance is reached)")

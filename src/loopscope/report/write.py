@@ -85,7 +85,7 @@ def report(
 
 
 def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.recipes)) -> None:
-    """Refuses a folder that is somebody else's, such as one of recordings; `products` are what a report may hold."""
+    """Reject a folder that holds anything but a report; `products` are the products a report may hold."""
     if not is_folder(folder):
         return
     found = sorted(each.name for each in folder.iterdir() if not is_scratch(each))
@@ -97,16 +97,16 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
         raise UserError(f"{folder} is not only a report's: it holds {others[0]}; choose another folder for the report.")
 
 
-class _Reported(msgspec.Struct):
-    """As much of `results.json` as any version has."""
+class _ReportedModels(msgspec.Struct):
+    """The names of the models in `results.json`, in any version of its schema."""
 
     models: list[dict[str, Any]]
 
 
 def reported_models(folder: Path) -> list[str]:
-    """The names of the models that the report in a folder is on; none where there is none."""
+    """The names of the models in an existing report; none if there is no report."""
     try:
-        return [str(model.get("name")) for model in read_json(_Reported, folder / RESULTS, "results").models]
+        return [str(model.get("name")) for model in read_json(_ReportedModels, folder / RESULTS, "results").models]
     except UserError:
         return []
 
@@ -122,7 +122,7 @@ def write_report(
     style: str = "page",
     progress: ProgressCallback = silent,
 ) -> Path:
-    """Writes the report and returns its page; for command, again and markers see `page.render`.
+    """Write a report's folder and return its page; for command, again and markers see `page.render`.
 
     The style is that of the figures' files: the page has its own.
     """

@@ -31,17 +31,17 @@ from loopscope.files import remove_scratch
 from loopscope.models.device import cores, keep_memory
 from loopscope.progress import ProgressCallback
 from loopscope.studies.plan import Model, Plan
-from loopscope.studies.steps import Step, Train, all_steps, to_be_done
+from loopscope.studies.steps import Step, Train, all_steps, missing_steps
 from loopscope.training.estimate import TimeEstimate, estimate_time
 from loopscope.training.objectives import expected_loops
 from loopscope.training.settings import RunSettings
 
 Executor = Literal["local", "ray"]
 StepResult = BaseException | str | None
-"""What became of a step: an error, or that something it needs failed, or (None) that it is done."""
+"""The result of a step: an error, `_HELD_UP` (a step that it needs failed), or None (done)."""
 _HELD_UP = "held up"
 _LEAVING_SECONDS = 10.0
-"""In which a worker with nothing to do ends."""
+"""The seconds in which an idle worker ends."""
 _RAY_RETRIES = 10
 _RAY_SECONDS = 1.0
 """Between two looks at the store."""
@@ -57,14 +57,14 @@ def run_study(
     threads: int = 1,
     workers: int | None = None,
 ) -> int:
-    """Makes every artifact that is missing in the store; returns how many there were to make.
+    """Make every missing artifact of a study in its store; return how many were missing.
 
     `devices` are all of one type: `cpu`, or CUDA devices by number, each of which does one step at a time. Ray hands
     out devices of that type itself. `workers` is how many steps run on cores at a time.
     """
-    models = sorted(plan.models, key=_seed)  # every variant with one seed, before any with the next
+    models = sorted(plan.models, key=_training_seed)  # every variant with one seed, before any with the next
     goals = [step for model in models for step in model.goals]
-    steps = to_be_done(goals, store)
+    steps = missing_steps(goals, store)
     if not steps:
         return 0
     for step in steps:
@@ -78,23 +78,24 @@ def run_study(
         if ready and engine == "ray":
             _run_on_ray(ready, work, address, alone)
         elif ready:
-            _run_locally(ready, work, [devices[0]] if alone else _places(ready, work, workers))
+            _run_locally(ready, work, [devices[0]] if alone else _worker_devices(ready, work, workers))
     work.check_failures()
     return len(steps)
 
 
-def _seed(model: Model) -> int:
+def _training_seed(model: Model) -> int:
+    """The training seed of a study's model."""
     return 0 if model.training is None else model.training.settings.training.seed
 
 
 def training_left(steps: Iterable[Step], store: Path) -> list[tuple[RunSettings, int]]:
-    """The training runs that are missing, each with the number of its steps that are left."""
+    """The training runs of a study that are missing, each with its number of remaining steps."""
     missing = [step for step in steps if isinstance(step, Train) and not step.done(store)]
     return [(step.settings, step.units - step.units_done(store)) for step in missing]
 
 
 def training_time(left: Iterable[tuple[RunSettings, int]], device: str = "cpu") -> list[TimeEstimate]:
-    """About how long so many steps of each run would take on a device here; runs of one shape are timed once.
+    """Estimate the time of remaining training on a device here; runs of one shape are timed once.
 
     Custom models are left out: their size is not known before they are imported, and a plan imports nothing.
     """
@@ -113,7 +114,7 @@ def training_time(left: Iterable[tuple[RunSettings, int]], device: str = "cpu") 
 
 
 class StudyWork:
-    """What is done where, how far it has come (read off the store), and what failed.
+    """The work of a study: its steps, its progress (read from the store), and its failures.
 
     A step that fails takes with it what needs it, and nothing else.
     """
@@ -134,7 +135,7 @@ class StudyWork:
         self._advance(sum(self._done.values()), self._units, "")
 
     def end(self, step: Step, result: StepResult) -> None:
-        """Notes an error that says what to do; any other is raised."""
+        """Note an error of a step that tells the user what to do; raise any other error."""
         if isinstance(result, UserError | str):
             self._failed[step.key] = result
         elif result is not None:
@@ -147,7 +148,7 @@ class StudyWork:
         return step.key in self._failed
 
     def check_failures(self) -> None:
-        """Says what failed, if anything did."""
+        """Raise an error that lists the failed steps, if there are any."""
         errors = [f"{key}: {error}" for key, error in self._failed.items() if isinstance(error, UserError)]
         if not errors:
             return
@@ -161,7 +162,7 @@ class StudyWork:
 
 
 def do_step(step: Step, store: Path, device: str) -> None:
-    """Does a step, unless somebody has done it meanwhile; who does it already is waited for."""
+    """Do one step of a study, unless another process has done it; wait for a process that is doing it."""
     locks = store / ".locks"
     locks.mkdir(exist_ok=True)
     with (locks / step.key).open("w") as lock:
@@ -178,15 +179,15 @@ def do_step(step: Step, store: Path, device: str) -> None:
             ) from error
 
 
-def _prepare_process(threads: int) -> None:
-    """Before steps are done in it: with another number of threads, floats add up in another order."""
+def _prepare_worker(threads: int) -> None:
+    """Prepare a worker process: deterministic CUDA, and the number of threads, on which sums of floats depend."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
     torch.set_num_threads(threads)
     keep_memory()
 
 
-def _places(steps: Sequence[Step], work: StudyWork, workers: int | None) -> list[str]:
-    """The device of each worker that these steps can keep busy: every GPU has one, and others share the cores."""
+def _worker_devices(steps: Sequence[Step], work: StudyWork, workers: int | None) -> list[str]:
+    """The device of each worker: one worker per GPU, the other workers share the CPU's cores."""
     on_device = [step for step in steps if step.uses_device]
     on_cores = len(steps) if "cpu" in work.devices else len(steps) - len(on_device)
     gpus = [device for device in work.devices if device != "cpu"][: len(on_device)]
@@ -194,9 +195,9 @@ def _places(steps: Sequence[Step], work: StudyWork, workers: int | None) -> list
 
 
 def _run_locally(steps: list[Step], work: StudyWork, places: Sequence[str]) -> None:
-    """Does all steps, each when what it needs is done, in their order, with a worker on each of these devices."""
+    """Do all steps with worker processes on these devices, each step after the steps it needs."""
     waiting = {step.key: step for step in steps}
-    with _workers(places, work) as pool:
+    with _worker_processes(places, work) as pool:
         while waiting or any(worker.step for worker in pool):
             busy = {worker.step.key for worker in pool if worker.step}
             for step in _next_steps(waiting.values(), len(pool)):
@@ -220,7 +221,7 @@ def _run_locally(steps: list[Step], work: StudyWork, places: Sequence[str]) -> N
 
 
 def _next_steps(waiting: Iterable[Step], workers: int) -> list[Step]:
-    """In their order, but the last training runs first: at the end everybody waits for one that began late."""
+    """The waiting steps in the order to start them: the last few training runs come first, so that none begins late."""
     steps = list(waiting)
     if sum(isinstance(step, Train) for step in steps) < 2 * workers:
         steps.sort(key=lambda step: not isinstance(step, Train))
@@ -228,7 +229,7 @@ def _next_steps(waiting: Iterable[Step], workers: int) -> list[Step]:
 
 
 class _Worker:
-    """A process that does one step after the other: the steps go through its pipe, and what became of them comes back.
+    """A worker process: it receives steps through a pipe, and sends back their results.
 
     The standard library's pools need semaphores that have names, and a study that is killed would leave them behind.
     """
@@ -238,7 +239,7 @@ class _Worker:
         self.device = device
         self.pipe, theirs = context.Pipe()
         given = (theirs, work.store, device, work.threads, os.getpid())
-        self.process = context.Process(target=_serve, args=given, daemon=True)
+        self.process = context.Process(target=_worker_loop, args=given, daemon=True)
         self.process.start()
         theirs.close()
         self.step: Step | None = None
@@ -248,7 +249,7 @@ class _Worker:
         self.pipe.send(step)
 
     def end(self) -> StepResult:
-        """What became of its step, which has ended."""
+        """The result of the worker's step, which has ended."""
         self.step = None
         try:
             result: StepResult = self.pipe.recv()
@@ -260,7 +261,8 @@ class _Worker:
 
 
 @contextmanager
-def _workers(places: Sequence[str], work: StudyWork) -> Iterator[list[_Worker]]:
+def _worker_processes(places: Sequence[str], work: StudyWork) -> Iterator[list[_Worker]]:
+    """Start the worker processes of a study, and end them afterwards."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(dict.fromkeys(names, str(work.threads)))  # their linear algebra keeps to its threads, too
@@ -280,10 +282,10 @@ def _workers(places: Sequence[str], work: StudyWork) -> Iterator[list[_Worker]]:
             worker.process.join()
 
 
-def _serve(pipe: Connection, store: Path, device: str, threads: int, parent: int) -> None:
-    """A worker's life; it ends with the study that it works for, however that one ended."""
+def _worker_loop(pipe: Connection, store: Path, device: str, threads: int, parent: int) -> None:
+    """The loop of a worker process; it ends when its study ends, in any way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a group: the study ends its workers itself
-    _prepare_process(threads)
+    _prepare_worker(threads)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # so that nothing goes to another GPU because it names none
 
@@ -307,11 +309,11 @@ def _serve(pipe: Connection, store: Path, device: str, threads: int, parent: int
 
 
 def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None, alone: bool) -> None:
-    """Does all steps on the cluster at `address`, whose nodes share the store, or on a Ray of this machine's own.
+    """Do all steps on the Ray cluster at `address`, whose nodes share the store, or on a local Ray.
 
     `alone`: one after the other, so that none is timed beside another.
     """
-    ray = _connect(address)
+    ray = _connect_to_ray(address)
     try:
         _check_resources(ray, work)
         for together in [[step] for step in steps] if alone else [steps]:
@@ -321,11 +323,11 @@ def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None, alone: 
 
 
 def _await_on_ray(ray: Any, steps: list[Step], work: StudyWork) -> None:
-    """Ray starts a task when what it needs is done, and starts it again elsewhere when its node dies."""
+    """Submit all steps to Ray and wait; Ray restarts a task elsewhere if its node dies."""
     task = ray.remote(num_cpus=work.threads, max_retries=_RAY_RETRIES)(_ray_task)
     refs: dict[str, Any] = {}
     for step in steps:
-        on_gpu = _is_cuda(work) and step.uses_device  # a task sees the GPU that it is given, and no other
+        on_gpu = _needs_gpu(work) and step.uses_device  # a task sees the GPU that it is given, and no other
         given = (step, work.store.resolve(), "cuda" if on_gpu else "cpu", work.threads)
         needed = [refs[need.key] for need in step.needs if need.key in refs]
         refs[step.key] = task.options(num_gpus=int(on_gpu)).remote(*given, *needed)
@@ -345,11 +347,13 @@ def _await_on_ray(ray: Any, steps: list[Step], work: StudyWork) -> None:
         work.look_at(step_of[ref] for ref in (*ended, *waiting))
 
 
-def _is_cuda(work: StudyWork) -> bool:
+def _needs_gpu(work: StudyWork) -> bool:
+    """Whether the steps run on GPUs."""
     return work.devices[0].startswith("cuda")
 
 
-def _connect(address: str | None) -> Any:
+def _connect_to_ray(address: str | None) -> Any:
+    """Connect to a Ray cluster, or start a local one."""
     try:
         ray: Any = import_module("ray")
     except ImportError:
@@ -365,9 +369,9 @@ def _connect(address: str | None) -> Any:
 
 
 def _check_resources(ray: Any, work: StudyWork) -> None:
-    """Rejects what no node can take: such a task would wait for ever."""
+    """Reject a step that no Ray node has the resources for: it would wait forever."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpus = int(_is_cuda(work))
+    gpus = int(_needs_gpu(work))
     if not any(node.get("CPU", 0) >= work.threads and node.get("GPU", 0) >= gpus for node in nodes):
         most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
         resources = f"{work.threads} CPUs" + (" and a GPU" if gpus else "")
@@ -375,10 +379,10 @@ def _check_resources(ray: Any, work: StudyWork) -> None:
 
 
 def _ray_task(step: Step, store: Path, device: str, threads: int, *needed: StepResult) -> StepResult:
-    """What a worker does; it hands on what became of it, so that what needs a failed step is not tried."""
+    """Do one step as a Ray task; skip it if a step that it needs failed."""
     if any(result is not None for result in needed):
         return _HELD_UP
-    _prepare_process(threads)
+    _prepare_worker(threads)
     try:
         do_step(step, store, device)
     except UserError as error:

@@ -58,7 +58,7 @@ from loopscope.training.settings import Objective
 
 @dataclass(frozen=True)
 class Model:
-    """A run of the study, or a checkpoint on a benchmark, with the step that gives its result."""
+    """A model of a study: a run, or a checkpoint on a benchmark, with the step that analyses it."""
 
     name: str
     analysis: Analyse
@@ -80,7 +80,7 @@ class Model:
         return {msgspec.structs.replace(recording, hidden=hidden).key for hidden in (True, False)}
 
     def result(self, store: Path) -> ModelResult:
-        """Its result under its name; what is on disk knows neither names nor places."""
+        """The model's result under its name; the store knows neither names nor places."""
         made = msgspec.structs.replace(self.analysis.result(store), name=self.name)
         if self.checkpoint is None or made.benchmark is None:
             return made
@@ -100,23 +100,24 @@ class Model:
             if not self.training.done(store):
                 return
             for file in self.training.folder(store).iterdir():
-                _link(folder / file.name, file)
+                _link_to_store(folder / file.name, file)
         for recording in (analysis.validation, analysis.test, analysis.extrapolation):
             if recording is not None:
-                _link(folder / RECORDINGS / recording.split, recording.folder(store))
+                _link_to_store(folder / RECORDINGS / recording.split, recording.folder(store))
         for gate in analysis.gates:
-            _link(folder / "gates" / gate.gate.name, gate.folder(store))
+            _link_to_store(folder / "gates" / gate.gate.name, gate.folder(store))
         for place in folder.glob("policy*"):
             if place.is_symlink():  # of an earlier analysis, whose guarantee may not hold any more
                 place.unlink()
         certified = [step.folder(store) for step in analysis.policies if (step.folder(store) / POLICY).is_file()]
         for number, made in enumerate(certified, start=1):
-            _link(folder / (POLICY if number == 1 else f"policy-{number}.json"), made / POLICY)
+            _link_to_store(folder / (POLICY if number == 1 else f"policy-{number}.json"), made / POLICY)
             for weights in made.glob("policy.gate-*"):  # a policy names its gate by its hash
-                _link(folder / weights.name, weights)
+                _link_to_store(folder / weights.name, weights)
 
 
-def _link(place: Path, target: Path) -> None:
+def _link_to_store(place: Path, target: Path) -> None:
+    """Link a name in the study's folder to an artifact of the store."""
     if not target.exists():
         return
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +129,8 @@ def _link(place: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Plan:
+    """The plan of a study: its models and their steps, by address in a store."""
+
     study: Study
     models: tuple[Model, ...]
 
@@ -140,7 +143,7 @@ class Plan:
         return assemble_results(made, as_targets(self.study.targets), timed, found)
 
     def _transferred(self, model: Model, done: Sequence[Model], store: Path) -> list[TransferResult]:
-        """What its rules do on the models that are analysed so far."""
+        """The results of transfer to the models that are analysed so far."""
         if model.transfer is None or not model.transfer.done(store):
             return []
         names = {other.analysis.key: other.name for other in self.models}
@@ -148,13 +151,13 @@ class Plan:
         return [each for each in model.transfer.result(store, names) if each.stops in shown]
 
     def details(self, results: Results, store: Path) -> Iterator[ThresholdDetails]:
-        """What the page looks up of the models that have results, in their order."""
+        """The page's details of the analysed models, in their order."""
         known = {model.name: model for model in self.models}
         return (known[model.name].analysis.details(store) for model in results.models)
 
     @property
     def steps(self) -> list[Step]:
-        """Every step, what is needed before what needs it."""
+        """Every step, in an order in which they can be done."""
         return all_steps(step for model in self.models for step in model.goals)
 
     def link(self, store: Path, folder: Path) -> None:
@@ -182,13 +185,13 @@ class Plan:
             if model and (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
                 yield f"holds '{place.name}', which is a run of its own, not of a study"
             if model and place.name in linked and linked[place.name] not in model.link_keys:
-                yield f"holds a study whose {_changed(place, model)}"
+                yield f"holds a study whose {_changed_settings(place, model)}"
         if linked and not linked.keys() & models.keys():
             yield f"holds another study, with '{min(linked)}'"
 
 
 def _linked_key(place: Path) -> str | None:
-    """The key of the run that a name leads to; of a checkpoint, that of its validation recording."""
+    """The store key that a name in the study's folder links to."""
     for link in (place / CONFIG, place / RECORDINGS / "validation"):
         if link.is_symlink() and link.exists():
             target = link.readlink()
@@ -196,8 +199,8 @@ def _linked_key(place: Path) -> str | None:
     return None
 
 
-def _changed(place: Path, model: Model) -> str:
-    """What is not the same of the model that a name led to."""
+def _changed_settings(place: Path, model: Model) -> str:
+    """What has changed about a model since its name was linked."""
     settings = {} if model.training is None else plain(model.training.settings)
     if settings and (found := differences(trained_with(place) or {}, settings)):
         return f"run '{model.name}' has other settings ({named_settings(found)})"
@@ -208,7 +211,7 @@ def _changed(place: Path, model: Model) -> str:
 
 
 def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
-    """The steps of a study; `arithmetic` names devices or threads with which floats add up otherwise."""
+    """Make the plan of a study; `arithmetic` names devices or threads that change how floats add up."""
     study, models = expanded.study, list[Model]()
     for part, runs in zip(study.parts, expanded.runs, strict=True):
         models += _trained_models(part, runs, study, arithmetic)
@@ -221,15 +224,15 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
         if same != model.name:
             raise UserError(f"In {expanded.source} '{same}' and '{model.name}' are the same; list every run once.")
         names.add(model.name)
-    listed = _listed(study.transfer, models, expanded.source)
+    listed = _models_matching(study.transfer, models, expanded.source)
     onto = tuple(model.analysis for model in listed)
     for model in listed:
         models[models.index(model)] = replace(model, transfer=Transfer(of=model.analysis, onto=onto))
     return Plan(study, tuple(models))
 
 
-def _listed(patterns: Sequence[str], models: Sequence[Model], source: str) -> list[Model]:
-    """The models whose names these are, or fit."""
+def _models_matching(patterns: Sequence[str], models: Sequence[Model], source: str) -> list[Model]:
+    """The models of a study whose names match the patterns."""
     found: dict[str, Model] = {}
     for pattern in patterns:
         fitting = {model.name: model for model in models if fnmatchcase(model.name, pattern)}
@@ -243,12 +246,13 @@ def _listed(patterns: Sequence[str], models: Sequence[Model], source: str) -> li
 
 
 def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithmetic: str) -> list[Model]:
+    """The models of a part of a study that are trained, with all their steps."""
     for run in runs:
-        reject(_problems(run, part))
+        reject(_run_problems(run, part))
         if run.of.extrapolate:
             extrapolation_levels(run.settings)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
-    measures, timed = _references(runs, part, trained), _timed(runs, part)
+    measures, timed = _reference_runs(runs, part, trained), _timed_run_names(runs, part)
     hidden = {trained[run.name].key for run in runs if run.of.fit}  # fitted gates read hidden states
 
     def recording(of: Train, split: str, examples: int | None = None) -> Record:
@@ -258,7 +262,7 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
     for run in runs:
         of, measure = trained[run.name], measures.get(run.seed)
         on = Record(of=of, split="train", hidden=True, examples=part.gates.examples)
-        gates = _fits(part.gates, on, run.settings.objective) if run.of.fit else ()
+        gates = _fit_steps(part.gates, on, run.settings.objective) if run.of.fit else ()
         validation = recording(of, "validation")
         analysis = Analyse(
             validation=validation,
@@ -268,7 +272,7 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
             gates=gates,
             targets=study.targets,
             unseen=part.unseen,
-            policies=_policies(validation, gates, part.guarantees, part.unseen),
+            policies=_certify_steps(validation, gates, part.guarantees, part.unseen),
         )
         timing = TimeTask(of=of, validation=validation, test=analysis.test) if run.name in timed else None
         models.append(Model(run.name, analysis, of, timing=timing))
@@ -276,7 +280,7 @@ def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithme
 
 
 def _scored_model(found: StudyCheckpoint, study: Study, arithmetic: str) -> Model:
-    """A checkpoint on a benchmark; gates are fitted on the train split, because validation chooses their thresholds."""
+    """A checkpoint on a benchmark; its gates are fitted on the train split, because validation chooses thresholds."""
     entry, benchmark = found.of, found.benchmark
     what: dict[str, Any] = {"checkpoint": found.checkpoint, "benchmark": benchmark, "data": found.data}
     what |= {"dtype": entry.dtype, "arithmetic": arithmetic, "limit": entry.limit}
@@ -285,24 +289,24 @@ def _scored_model(found: StudyCheckpoint, study: Study, arithmetic: str) -> Mode
     gates: tuple[Fit, ...] = ()
     if fitted is not None:
         limit = min((size for size in (fitted.examples, entry.limit) if size is not None), default=None)
-        gates = _fits(fitted, msgspec.structs.replace(whole, split="train", limit=limit), None)
-    validation = _recorded(whole, "validation")
+        gates = _fit_steps(fitted, msgspec.structs.replace(whole, split="train", limit=limit), None)
+    validation = _recording_step(whole, "validation")
     analysis = Analyse(
         validation=validation,
-        test=_recorded(whole, "test", entry.shards),
+        test=_recording_step(whole, "test", entry.shards),
         reference=None,
         extrapolation=None,
         gates=gates,
         targets=study.targets,
         unseen=False,
-        policies=_policies(validation, gates, entry.guarantees, unseen=False),
+        policies=_certify_steps(validation, gates, entry.guarantees, unseen=False),
     )
     timing = TimeBenchmark(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
     return Model(f"{found.checkpoint.name}-{benchmark}", analysis, None, found.checkpoint, timing)
 
 
-def _recorded(score: Score, split: Split, shards: int = 1) -> Recording:
-    """A split, in one go or in parts."""
+def _recording_step(score: Score, split: Split, shards: int = 1) -> Recording:
+    """The step that records a split of a benchmark, whole or in parts."""
     whole = msgspec.structs.replace(score, split=split)
     count = min(shards, whole.limit or shards)
     if count == 1:
@@ -311,7 +315,8 @@ def _recorded(score: Score, split: Split, shards: int = 1) -> Recording:
     return Join(split=split, parts=tuple(parts))
 
 
-def _fits(gates: Gates, on: Recording, host: Objective | None) -> tuple[Fit, ...]:
+def _fit_steps(gates: Gates, on: Recording, host: Objective | None) -> tuple[Fit, ...]:
+    """The steps that fit gates to a recording."""
     fits = []
     for objective, kind in product(gates.objective, gates.kind):
         values = {**host_defaults(host), "steps": gates.steps, "kind": kind, "objective": objective}
@@ -320,15 +325,16 @@ def _fits(gates: Gates, on: Recording, host: Objective | None) -> tuple[Fit, ...
     return tuple(fits)
 
 
-def _policies(
+def _certify_steps(
     validation: Recording, gates: tuple[Fit, ...], targets: tuple[RiskTarget, ...], unseen: bool
 ) -> tuple[Certify, ...]:
+    """The steps that certify policies on a validation recording."""
     sought = [msgspec.structs.replace(target, unseen=target.unseen or unseen) for target in targets]
     return tuple(Certify(validation=validation, gates=gates, target=target) for target in sought)
 
 
-def _problems(run: StudyRun, part: StudyPart) -> Iterator[str]:
-    """What could only fail after training."""
+def _run_problems(run: StudyRun, part: StudyPart) -> Iterator[str]:
+    """What is wrong with a run of a study and would fail only after training."""
     task, needed = run.settings.task, "so its task needs stored training examples (train_examples above 0)"
     fitted = part.gates.examples if run.of.fit else None
     if task.train_examples == 0 and part.unseen:
@@ -343,13 +349,13 @@ def _problems(run: StudyRun, part: StudyPart) -> Iterator[str]:
             yield f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
 
 
-def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
-    """The run that the others of the same seed are measured against."""
+def _reference_runs(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
+    """The reference run of every seed, for the gaps of the other runs."""
     reference = part.reference
     if reference is None:
         return {}
     found = dict[int, Train]()
-    for run in _trained_as(runs, reference):
+    for run in _runs_trained_as(runs, reference):
         found.setdefault(run.seed, trained[run.name])  # another architecture may come after it
     for run in runs:
         if run.seed not in found:
@@ -357,9 +363,9 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
     return found
 
 
-def _timed(runs: list[StudyRun], part: StudyPart) -> set[str]:
-    """The names of the runs whose exits are timed."""
-    found = [_trained_as(runs, training) for training in part.latency]
+def _timed_run_names(runs: list[StudyRun], part: StudyPart) -> set[str]:
+    """The names of the runs whose exits a study times."""
+    found = [_runs_trained_as(runs, training) for training in part.latency]
     if [] in found:
         training = part.latency[found.index([])]
         named = f"gate = '{training.gate}', prior = {training.prior}"
@@ -367,8 +373,8 @@ def _timed(runs: list[StudyRun], part: StudyPart) -> set[str]:
     return {run.name for some in found for run in some}
 
 
-def _trained_as(runs: list[StudyRun], training: Reference) -> list[StudyRun]:
-    """The runs of every seed with this gate, prior and beta."""
+def _runs_trained_as(runs: list[StudyRun], training: Reference) -> list[StudyRun]:
+    """The runs of a study, of every seed, with the gate, prior and beta of a reference."""
     beta = None if training.gate == "none" else training.beta
     sought = (usual_objective(training.gate, training.prior), training.gate, training.prior, beta)
     return [

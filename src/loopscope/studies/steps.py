@@ -54,6 +54,8 @@ POLICY = "policy.json"
 
 
 class Step(Settings, frozen=True, kw_only=True, dict=True):
+    """One step of a study: it makes one artifact, whose address is the hash of its inputs."""
+
     kind: ClassVar[str]
     version: ClassVar[int] = 1
     """Raised when the same settings would make another artifact, or a store would show the old one for ever.
@@ -68,7 +70,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
     @property
     def needs(self) -> "tuple[Step, ...]":
-        """The steps that must be done before: those that it holds."""
+        """The steps that must be done before this one: its inputs."""
         return tuple(_steps_in(tuple(getattr(self, name) for name in self.__struct_fields__)))
 
     @cached_property
@@ -77,10 +79,10 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
     @property
     def content(self) -> dict[str, object]:
-        """What the artifact depends on; the steps that are needed go in by their keys."""
+        """The inputs of the artifact, with needed steps as their keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         left_out = {name for name in self.optional if fields[name] in ("", None)}
-        described = {name: _keys(value) for name, value in fields.items() if name not in left_out}
+        described = {name: _inputs_with_keys(value) for name, value in fields.items() if name not in left_out}
         return {"kind": self.kind, "version": self.version, **described}
 
     def folder(self, store: Path) -> Path:
@@ -102,7 +104,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
         """Makes the artifact."""
 
     def write(self, store: Path, fill: Callable[[Path], None]) -> None:
-        """Writes the artifact, which `fill` puts into a folder, with what it was made of."""
+        """Write the artifact, which `fill` puts into a folder, with its inputs."""
         with artifact_folder(self.folder(store), self.kind) as scratch:
             fill(scratch)
             write_manifest(scratch, self.kind, self.version, {}, {"made_of": plain(self.content)})
@@ -114,6 +116,8 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
 
 class Train(Step, frozen=True, kw_only=True):
+    """Train a run of a study."""
+
     kind: ClassVar[str] = "run"
     optional: ClassVar[tuple[str, ...]] = ("arithmetic",)
     uses_device: ClassVar[bool] = True
@@ -131,7 +135,7 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def check(self, store: Path) -> None:
-        """Says before anything is trained what is wrong with an objective or a model of the user's own."""
+        """Reject a custom objective or model with an error, before any training."""
         with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
         if self.settings.model.is_custom:
             check_model(initial_model(self.settings).eval())
@@ -146,7 +150,7 @@ class Train(Step, frozen=True, kw_only=True):
 
 
 class Recording(Step, frozen=True, kw_only=True):
-    """Whatever makes a recording."""
+    """A step that makes a recording."""
 
     kind: ClassVar[str] = "recording"
     version: ClassVar[int] = 2
@@ -158,7 +162,7 @@ class Recording(Step, frozen=True, kw_only=True):
 
 
 class Record(Recording, frozen=True, kw_only=True):
-    """A split of the task that a run was trained on."""
+    """Record a split of the task that a run was trained on."""
 
     of: Train
     hidden: bool = False
@@ -172,7 +176,7 @@ class Record(Recording, frozen=True, kw_only=True):
 
 
 class Score(Recording, frozen=True, kw_only=True):
-    """A split of a benchmark, by a checkpoint that is there already; or every n-th of its questions."""
+    """Record a split of a benchmark with an existing checkpoint, or every n-th question of it."""
 
     optional: ClassVar[tuple[str, ...]] = ("shots",)
     split: Split
@@ -210,7 +214,7 @@ class Score(Recording, frozen=True, kw_only=True):
 
 
 class Join(Recording, frozen=True, kw_only=True):
-    """The questions of all parts, in their order."""
+    """Join recordings of parts of a benchmark, in the order of its questions."""
 
     uses_device: ClassVar[bool] = False
     parts: tuple[Score, ...]
@@ -222,6 +226,8 @@ class Join(Recording, frozen=True, kw_only=True):
 
 
 class Fit(Step, frozen=True, kw_only=True):
+    """Fit a gate to a recording."""
+
     kind: ClassVar[str] = "gate"
     on: Recording
     gate: GateSettings
@@ -231,7 +237,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 
 class Certify(Step, frozen=True, kw_only=True):
-    """A policy with the guarantee that is sought, or the reason why it cannot be made."""
+    """Certify a policy on a recording, or keep the reason why no threshold is proven."""
 
     kind: ClassVar[str] = "policy"
     version: ClassVar[int] = 2
@@ -258,6 +264,8 @@ class Certify(Step, frozen=True, kw_only=True):
 
 
 class Analyse(Step, frozen=True, kw_only=True):
+    """Analyse one model, partly against the reference."""
+
     kind: ClassVar[str] = "analysis"
     version: ClassVar[int] = 14
     validation: Recording
@@ -309,7 +317,7 @@ class Analyse(Step, frozen=True, kw_only=True):
 
 
 class Transfer(Step, frozen=True, kw_only=True):
-    """The rules of a model, replayed on the test data of others, itself among them."""
+    """Replay the rules of one model on the test data of all models."""
 
     kind: ClassVar[str] = "transfer"
     of: Analyse
@@ -317,7 +325,7 @@ class Transfer(Step, frozen=True, kw_only=True):
 
     @property
     def needs(self) -> tuple[Step, ...]:
-        """Recordings and gates; what the analyses say is not asked."""
+        """Recordings and gates; transfer does not need the analyses."""
         read = [step for each in self.onto for step in (each.validation, each.test)]
         return (self.of.validation, *self.of.gates, *read)
 
@@ -336,13 +344,13 @@ class Transfer(Step, frozen=True, kw_only=True):
         self.write(store, lambda scratch: write_json(scratch / "transfer.json", found))
 
     def result(self, store: Path, names: Mapping[str, str]) -> list[TransferResult]:
-        """What was found, under the names of the models, by the keys of their analyses."""
+        """The results of transfer under the names of the models, found by the keys of their analyses."""
         found = read_json(list[TransferResult], self.checked_folder(store) / "transfer.json", "transfer")
         return [replace(each, fitted_on=names[each.fitted_on], stops=names[each.stops]) for each in found]
 
 
 class Timing(Step, frozen=True, kw_only=True):
-    """Exits that run live, at the points that validation chose."""
+    """Time exits that run live, at the thresholds that validation chose."""
 
     kind: ClassVar[str] = "timing"
     uses_device: ClassVar[bool] = True
@@ -360,7 +368,7 @@ class Timing(Step, frozen=True, kw_only=True):
 
 
 class TimeTask(Timing, frozen=True, kw_only=True):
-    """A run on its task: the final loop, and its own gate or (without one) readouts that need none."""
+    """Time a run on its task: the final loop, and its own gate or (without one) readouts."""
 
     of: Train
     validation: Recording
@@ -373,7 +381,7 @@ class TimeTask(Timing, frozen=True, kw_only=True):
 
 
 class TimeBenchmark(Timing, frozen=True, kw_only=True):
-    """A checkpoint on a benchmark: the final loop, the model's own gate and the best other readout."""
+    """Time a checkpoint on a benchmark: the final loop, its own gate and the best other readout."""
 
     analysis: Analyse
     checkpoint: ExternalSource
@@ -407,11 +415,12 @@ class TimeBenchmark(Timing, frozen=True, kw_only=True):
 
 
 def load_fits(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:
+    """Load the fitted gates of a study from its store, by name."""
     return {step.gate.name: FittedGate.load(step.folder(store)) for step in gates}
 
 
 def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: False) -> list[Step]:
-    """These steps and those below them, each once, what is needed before what needs it.
+    """These steps and all steps that they need, each once, in an order in which they can be done.
 
     `unless` leaves out a step, and with it what only that step needs.
     """
@@ -427,12 +436,13 @@ def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: 
     return list(found.values())
 
 
-def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
-    """What is still missing for these steps."""
+def missing_steps(steps: Iterable[Step], store: Path) -> list[Step]:
+    """The steps whose artifacts are missing in the store."""
     return all_steps(steps, lambda step: step.done(store))
 
 
 def _steps_in(value: object) -> Iterator[Step]:
+    """The steps among the inputs of a step, in any nesting."""
     if isinstance(value, Step):
         yield value
     elif isinstance(value, tuple):
@@ -440,11 +450,12 @@ def _steps_in(value: object) -> Iterator[Step]:
             yield from _steps_in(part)
 
 
-def _keys(value: object) -> object:
+def _inputs_with_keys(value: object) -> object:
+    """The inputs of a step with the keys of other steps in their place."""
     if isinstance(value, Step):
         return value.key
     if isinstance(value, ExternalSource):
         return value.identity
     if isinstance(value, tuple):
-        return [_keys(part) for part in value]
+        return [_inputs_with_keys(part) for part in value]
     return msgspec.to_builtins(value)

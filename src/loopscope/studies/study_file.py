@@ -265,6 +265,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
+    """Reject a guarantee for the oracle in a study, because the oracle needs labels."""
     known = all(target.readout == AUTO or not needs_labels(target.readout) for target in guarantees)
     require_values((known, "the oracle needs the labels, so it cannot be guaranteed; choose another readout"))
 
@@ -300,7 +301,7 @@ class Study(Settings, frozen=True, kw_only=True):
 
 
 class ExternalSource(Settings, frozen=True, kw_only=True):
-    """A checkpoint or data that is not in the store: where it is, and what tells it from anything else.
+    """A checkpoint or data from outside the store: its place and its hash.
 
     A folder is told by the hashes of its files, wherever it lies; what comes from the Hub by its id, and by its
     revision where the study pins one (`ByteDance/Ouro-1.4B@0123abc`).
@@ -317,7 +318,7 @@ class ExternalSource(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One training run of a study."""
+    """One training run of a study: name, settings, seed."""
 
     name: str
     settings: RunSettings
@@ -342,7 +343,7 @@ class StudyCheckpoint:
 
 @dataclass(frozen=True)
 class ExpandedStudy:
-    """A study with its lists written out."""
+    """A study with every run and checkpoint listed."""
 
     source: str
     study: Study
@@ -351,7 +352,7 @@ class ExpandedStudy:
 
 
 def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> ExpandedStudy:
-    """A study that ships with LoopScope, or one in a file, with every run and checkpoint of it.
+    """Read a study, from a file or shipped with LoopScope, and list all of its runs and checkpoints.
 
     `a.b=c` overrides change every run, `changes` (models, benchmarks, data, limit, dtype) all checkpoints.
     """
@@ -374,7 +375,7 @@ def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[st
 
 
 def _checkpoints_of(entry: Checkpoints, changes: Mapping[str, Any]) -> list[StudyCheckpoint]:
-    """Every checkpoint on every benchmark, with what the command line says in place of what the file says."""
+    """List every checkpoint on every benchmark; options of the command line replace settings of the file."""
     values = {**plain(entry), **changes}
     timed = [name for name in entry.latency if name in values["benchmarks"]]
     entry = build(Checkpoints, {**values, "latency": timed}, "the checkpoints")
@@ -384,7 +385,7 @@ def _checkpoints_of(entry: Checkpoints, changes: Mapping[str, Any]) -> list[Stud
 
 
 def _external_checkpoint(model: str) -> ExternalSource:
-    """The folder of a checkpoint, or a checkpoint of the Hub."""
+    """A checkpoint from a folder or the Hub, with its hash."""
     folder = Path(model)
     if is_folder(folder):
         require_config(folder)
@@ -392,39 +393,40 @@ def _external_checkpoint(model: str) -> ExternalSource:
         files = {folder / CONFIG, *weight_files(folder), *tokenizer}
         if missing := sorted(file.name for file in files if not file.is_file()):
             raise UserError(f"The checkpoint in {folder} lacks the file {missing[0]}; fetch or make it again.")
-        return ExternalSource(source=str(folder.resolve()), identity=_hashes(folder, files))
+        return ExternalSource(source=str(folder.resolve()), identity=_hash_files(folder, files))
     if not _HUB_ID.fullmatch(model) or is_folder(Path(folder.parts[0])):
         raise no_folder(folder, "the folder of a checkpoint, or an id such as ByteDance/Ouro-1.4B")
     return ExternalSource(source=model, identity=model)
 
 
 def _external_data(folder: str, benchmark: str) -> ExternalSource:
-    """The local files of a benchmark."""
+    """The local files of a benchmark, with their hash."""
     place = Path(folder) / benchmark
     files = {file for file in place.rglob("*") if file.is_file()}
     if not files:
         raise UserError(
             f"There are no files of {benchmark} in {place}; docs/how-to/benchmarks.md shows the layout of --data."
         )
-    return ExternalSource(source=str(Path(folder).resolve()), identity=_hashes(place, files))
+    return ExternalSource(source=str(Path(folder).resolve()), identity=_hash_files(place, files))
 
 
-def _hashes(folder: Path, files: set[Path]) -> str:
+def _hash_files(folder: Path, files: set[Path]) -> str:
+    """The hash of some files of a folder."""
     return digest({str(file.relative_to(folder)): sha256(file) for file in files})
 
 
 def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[StudyRun]:
-    """Every run of a part, in the order of the file; overrides are for what the file's lists do not decide."""
+    """List every run of a part of a study, in the file's order, with overrides for single settings."""
     source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
     runs: list[StudyRun] = []
     for entry in part.runs:
-        for name, gate, prior, beta, channels, seed in _combinations(entry):
+        for name, gate, prior, beta, channels, seed in _grid_combinations(entry):
             decided = [f"training.seed={seed}", f"model.gate={gate}"]
             if prior is None:
                 decided += [] if beta is None else [f"objective.beta={beta}"]
                 changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
             else:
-                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta, channels)]
+                changes = [*entry.set, *decided, *_objective_overrides(name, prior, beta, channels)]
             settings = with_sources(read_settings(source, overrides, of_study=[*part.set, *changes]))
             task = part.name or settings.task_name.rpartition(":")[2].lower()
             words = [task, *architecture_words(plain(settings.model))]
@@ -435,11 +437,12 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
 
 
 def usual_objective(gate: GateKind, prior: Prior) -> str:
-    """What trains a run whose file names no objective."""
+    """The usual objective for a gate and a depth prior."""
     return "learned_gate" if gate != "none" else "final" if prior == "final" else "fixed_prior"
 
 
-def _combinations(grid: RunGrid) -> list[_Combination]:
+def _grid_combinations(grid: RunGrid) -> list[_Combination]:
+    """Every combination of the lists in a grid of runs."""
     axes = (grid.gate, grid.prior, grid.beta, grid.gate_weight, grid.gate_gradient, grid.seed)
     count = prod(map(len, axes)) * max(1, len(grid.objective))
     if count > _MAX_RUNS:
@@ -460,7 +463,8 @@ def _combinations(grid: RunGrid) -> list[_Combination]:
     return list(dict.fromkeys(runs))  # without a gate every beta and channel is the same run
 
 
-def _objective_changes(objective: str, prior: Prior, beta: float | None, channels: Channels | None) -> list[str]:
+def _objective_overrides(objective: str, prior: Prior, beta: float | None, channels: Channels | None) -> list[str]:
+    """The settings of a run's objective as overrides."""
     changes = [f"objective.name={objective}"]
     if channels is not None:
         changes += [f"objective.gate_weight={channels.weight}", f"objective.gate_gradient={channels.gradient}"]
@@ -474,7 +478,7 @@ def _objective_changes(objective: str, prior: Prior, beta: float | None, channel
 
 
 def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: float | None, seed: int) -> str:
-    """By what the run is, with nothing that a folder's name cannot have."""
+    """The folder name of a run, from its objective, gate, prior, beta and seed."""
     if prior is None and objective.name in BUILT_IN:
         return f"{objective.name}-{gate}-b{beta:g}-s{seed}"
     if prior is None:  # a function of the user's, with its options
