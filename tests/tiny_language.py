@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.draft_spacing import DraftGain, DraftSpacing, Spacing
-from loopscope.engine.exit_decision import Integers
+from loopscope.engine.logit_signals import Integers
 from loopscope.models.checkpoint import save_model
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig

@@ -9,8 +9,9 @@ from conftest import GOLDEN
 
 import loopscope as ls
 from loopscope.artifacts import sha256
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import compare_with_replay, run
+from loopscope.engine.scheduler import run
 from loopscope.learned.attach import attach
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.recording.recording_folder import Keep

@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from loopscope.bench.measure import interleaved, spread, timed
 from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
 from loopscope.engine.decoder import CACHE_MODES
-from loopscope.engine.exit_decision import kl_divergence
 from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.logit_signals import kl_divergence
+from loopscope.engine.replay_agreement import close_calls
 from loopscope.engine.requests import Request
-from loopscope.engine.scheduler import close_calls, in_order, run
+from loopscope.engine.scheduler import in_order, run
 from loopscope.errors import UserError
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy

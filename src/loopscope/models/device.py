@@ -69,3 +69,8 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, _LARGE)
         mallopt(_TRIM_THRESHOLD, _LARGE)
+
+
+def to_host(values: Tensor) -> NDArray[Any]:
+    """Copy a tensor to the host as float32."""
+    return values.float().cpu().numpy()

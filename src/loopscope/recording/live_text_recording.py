@@ -20,8 +20,8 @@ from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
-from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
+from loopscope.engine.logit_signals import likeliest_classes
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
 from loopscope.learned.attach import Fitted

@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.config import digest, read_json, write_json
-from loopscope.engine.exit_decision import check_finite, to_host
+from loopscope.engine.logit_signals import check_finite
 from loopscope.engine.requests import PrefixCache, Request, choice_scores, choices, decision_states, embed_requests
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.device import to_host
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.tokenizer import load_tokenizer, tokenization_sha256
 from loopscope.progress import ProgressCallback, silent

@@ -28,7 +28,7 @@ from loopscope.artifacts import (
     write_manifest,
 )
 from loopscope.config import digest, read_json, write_json
-from loopscope.engine.exit_decision import check_finite
+from loopscope.engine.logit_signals import check_finite
 from loopscope.errors import UserError
 from loopscope.files import SCRATCH, discard, is_scratch, only_writer, remove_leftovers, remove_scratch, room_for
 from loopscope.model_identity import same_model

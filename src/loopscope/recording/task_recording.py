@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.config import plain
-from loopscope.engine.exit_decision import check_logits
+from loopscope.engine.logit_signals import check_logits
 from loopscope.engine.requests import check_tokens
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model, weights_sha256

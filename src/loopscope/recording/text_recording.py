@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
-from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
+from loopscope.engine.logit_signals import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
