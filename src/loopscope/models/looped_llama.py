@@ -1,8 +1,8 @@
 """A looped model made of an ordinary decoder of the Llama family: Llama, SmolLM, Mistral, Qwen 2 and 3.
 
 Its first layers, the prelude, run once. Every loop runs the core, the layers after them, again: h = core(h). The state
-is read through the coda: the last layers and the final norm. So loop 1 is the original model, if all of its layers are
-there and nothing below was trained. Three parts may be added, and change nothing at loop 1 before training (but for
+is read through the coda: the last layers and the final norm. So loop 1 is the original model, if all of its layers
+are there and nothing below was trained. Three parts may be added, and change nothing at loop 1 before training (but for
 the damping, if it is not 1):
 
 - damping a: h = h + a (core(h) - h);
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from loopscope.config import Layers, Loops, Settings, plain
 from loopscope.models.checkpoint_folder import Source, require_values
-from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, through
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, run_layers
 from loopscope.models.looped_model import InjectedState, LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
@@ -115,7 +115,7 @@ class LoopedLlama(LoopedDecoder):
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         layers = islice(self.model.layers, self.config.looping.prelude)
-        embedded = through(layers, self.model.embed_tokens(tokens), layout)
+        embedded = run_layers(layers, self.model.embed_tokens(tokens), layout)
         state = initial_loop_state(embedded, layout)
         return state if self.model.injection is None else InjectedState(embedded, layout, state.loop, embedded)
 
@@ -124,7 +124,7 @@ class LoopedLlama(LoopedDecoder):
         if self.model.injection is not None:
             assert isinstance(state, InjectedState)
             hidden = hidden + self.model.injection(state.embedded)
-        updated = through(self._core, hidden, state.layout)
+        updated = run_layers(self._core, hidden, state.layout)
         if looping.damping != 1:
             updated = state.hidden + looping.damping * (updated - state.hidden)
         return replace(state, hidden=updated, loop=state.loop + 1)
@@ -140,7 +140,7 @@ class LoopedLlama(LoopedDecoder):
         if not self.head_attends:
             return self.pooled(state, positions)
         coda = islice(self.model.layers, self.config.looping.prelude + self.config.looping.core, None)
-        hidden = through(coda, state.hidden, state.layout)
+        hidden = run_layers(coda, state.hidden, state.layout)
         if positions is not None:
             hidden = hidden.index_select(0, state.layout.states_at(positions))
         return self.model.norm(hidden)

@@ -20,7 +20,7 @@ from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError, explained
 from loopscope.files import is_file, is_folder, new_path
-from loopscope.models.checkpoint import fill, require_finite, save_model
+from loopscope.models.checkpoint import load_weights_into, require_finite, save_model
 from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, SOURCES, find_checkpoint, read_model_type
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
 
@@ -145,7 +145,7 @@ def _read(source: str | Path) -> _Original:
     config = _explicit(read_json(dict[str, Any], folder / CONFIG, "model configuration"))
     with torch.device("meta"):
         model = LoopedLlama(_as_one_loop(config, str(folder / CONFIG)))
-    fill(model, folder, "cpu", None)
+    load_weights_into(model, folder, "cpu", None)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in model.tied}
 
     def copy_tokenizer(place: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from loopscope.config import Loops, Width
 from loopscope.models.checkpoint_folder import require_values
-from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, through
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, run_layers
 from loopscope.models.looped_model import LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
@@ -52,5 +52,5 @@ class Ouro(LoopedDecoder):
         return initial_loop_state(self.model.embed_tokens(tokens), layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = through(self.model.layers, state.hidden, state.layout)
+        hidden = run_layers(self.model.layers, state.hidden, state.layout)
         return LoopState(self.model.norm(hidden), state.layout, state.loop + 1)

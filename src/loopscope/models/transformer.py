@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
 from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
-from loopscope.models.decoder_layers import through
+from loopscope.models.decoder_layers import run_layers
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
@@ -72,21 +72,21 @@ class LoopedTransformer(LoopedModel):
         return InjectedState(torch.zeros_like(hidden), layout, state.loop, hidden) if self.settings.injection else state
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = through(self.block, _entering(state), state.layout)
+        hidden = run_layers(self.block, _entering(state), state.layout)
         return replace(state, hidden=self.norm(hidden) if self.loop_norm else hidden, loop=state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        hidden = through(before, _entering(state), state.layout)
+        hidden = run_layers(before, _entering(state), state.layout)
         return self.norm(last.at(positions, hidden, state.layout))
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState]:
         """The MLP of the last layer, and what comes after it, run only where they are read."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        attended = last.with_attention(through(before, _entering(state), state.layout), state.layout)
+        attended = last.with_attention(run_layers(before, _entering(state), state.layout), state.layout)
         pooled = self.norm(last.with_mlp(attended.index_select(0, state.layout.states_at(positions))))
         return pooled, replace(state, hidden=attended)
 
