@@ -23,6 +23,8 @@ EARLY_EXIT = (
 
 
 class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
+    """Hold the `config.json` keys of Ouro."""
+
     beside_network = (*DecoderConfig.beside_network, "total_ut_steps", "early_exit_threshold")
 
     num_key_value_heads: Width
@@ -38,6 +40,8 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class Ouro(LoopedDecoder):
+    """Ouro as a looped model: every loop runs all layers and the final norm."""
+
     config: OuroConfig
 
     def __init__(self, config: OuroConfig) -> None:
@@ -45,7 +49,7 @@ class Ouro(LoopedDecoder):
 
     @property
     def block(self) -> nn.Module:
-        """What every loop applies; only its matrices are large."""
+        """The layers that every loop applies; the final norm, applied too, has no large matrix."""
         return self.model.layers
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:

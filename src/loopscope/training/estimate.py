@@ -9,9 +9,10 @@ import msgspec
 import torch
 
 from loopscope.errors import UserError
+from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.device import synchronize
 from loopscope.models.packing import share_prefixes
-from loopscope.models.transformer import training_bytes, training_flops
+from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import clock
 from loopscope.training.objectives import expected_loops
 from loopscope.training.parallel import SINGLE_WORKER, Workers
@@ -76,7 +77,7 @@ def _training_bytes(settings: RunSettings, rows: int, bf16: bool) -> float:
         return 16.0 * _custom_model_size(settings)[0]
     states = _batch_states(settings, rows)
     sizes = (model, task.vocab_size, settings.block_size, states, task.positions)
-    weights, of_loop = training_bytes(*sizes, bf16=bf16)
+    weights, of_loop = transformer_training_bytes(*sizes, bf16=bf16)
     loops = min(model.loops, settings.objective.truncated or model.loops)
     if settings.training.checkpointing:  # the states between the loops, and the states inside one loop at a time
         return weights + of_loop + loops * states * model.width * 8.0
@@ -99,8 +100,31 @@ def step_flops(settings: RunSettings) -> float:
     if settings.model.is_custom:
         flops = 6.0 * settings.num_loops * tokens * _custom_model_size(settings)[0]  # each parameter once a loop
     else:
-        flops = training_flops(settings.model, task.vocab_size, tokens, rows)
+        flops = transformer_step_flops(settings.model, task.vocab_size, tokens, rows)
     return flops * expected_loops(settings.objective, settings.num_loops) / settings.num_loops
+
+
+def transformer_step_flops(settings: TransformerSettings, vocab_size: int, tokens: int, rows: int) -> float:
+    """The operations of one training step of a looped Transformer (forward and backward; 2 for a multiply-add)."""
+    layer = 2 * tokens * 12 * settings.width**2 + 4 * tokens * (tokens / rows) * settings.width
+    head = 2 * rows * settings.width * vocab_size
+    return 3.0 * settings.loops * (settings.layers * layer + head)
+
+
+def transformer_training_bytes(
+    settings: TransformerSettings, vocab_size: int, block_size: int, states: float, longest: int, bf16: bool = False
+) -> tuple[float, float]:
+    """The approximate bytes of training a looped Transformer: weights, optimizer, and a loop's activations of S states.
+
+    Weights and all that belongs to them are float32. Autocast to bf16 keeps most activations, and a copy of the
+    weights, at half the size, and its fused attention keeps no scores. (Measured for the paper's models, per state,
+    layer and width: 69 to 73 bytes in float32, and 41 to 42 in bf16.)
+    """
+    with torch.device("meta"):
+        model = LoopedTransformer(settings, vocab_size, block_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    per_state = 44.0 * settings.width if bf16 else 80.0 * settings.width + 12.0 * settings.heads * longest
+    return (18.0 if bf16 else 16.0) * parameters, settings.layers * states * per_state
 
 
 def estimate_time(
