@@ -1,6 +1,7 @@
-"""How does text become tokens? By the checkpoint's own `tokenizer.json`, read as data: LoopScope runs no code from it
-and ignores the classes that it names. A text file holds documents with `<|endoftext|>` between them, a `.jsonl` file one
-`{"text": ...}` a line.
+"""How does text become tokens? By the checkpoint's own `tokenizer.json`, which LoopScope reads as data.
+
+No code from the checkpoint runs, and the classes that it names are ignored. A text file holds documents with
+`<|endoftext|>` between them, a `.jsonl` file one `{"text": ...}` a line.
 
 Generated text ends at the configuration's eos, and at the end of a chat turn, which is a different token.
 
