@@ -19,7 +19,7 @@ import msgspec
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
-from loopscope.integrations.vllm.exits_log import LOG_BEGINNING
+from loopscope.integrations.vllm.exits_log import check_exits_log
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.checkpoint_folder import GenerationExits, check_hashes, find_checkpoint, named_exits
@@ -245,7 +245,7 @@ class DeploymentChecks:
         if deployment.exits_log is not None:
             if vllm_config.parallel_config.data_parallel_size > 1:
                 raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
-            check_log(Path(deployment.exits_log))
+            check_exits_log(Path(deployment.exits_log))
 
 
 def _switch_off_features(vllm_config: Any) -> None:
@@ -291,15 +291,3 @@ def _has_connector(vllm_config: Any) -> bool:
     """Whether vLLM's configuration has this connector; each process of vLLM checks the configuration again."""
     found = vllm_config.kv_transfer_config
     return found is not None and found.kv_connector_module_path == _CONNECTOR
-
-
-def check_log(log: Path) -> None:
-    """Reject an unwritable or foreign log file before an engine starts, not at its first token."""
-    try:
-        with log.open("a+b") as file:
-            file.seek(0)
-            beginning = file.read(len(LOG_BEGINNING))
-    except OSError as error:
-        raise UserError(f"exits_log: {log} cannot be written ({error.strerror}); choose another file.") from None
-    if not LOG_BEGINNING.startswith(beginning):  # a worker would cut its last line
-        raise UserError(f"exits_log: {log} is there and is no log of exits; choose another file.")

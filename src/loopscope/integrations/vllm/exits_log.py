@@ -25,7 +25,7 @@ from loopscope.files import read_text
 Integers = NDArray[np.int64]
 _MAX_BYTES, _MAX_LINE_BYTES = 1 << 30, 1 << 22
 """The largest size of a log, and of a line."""
-LOG_BEGINNING = b'{"ran": '
+_LINE_BEGINNING = b'{"ran": '
 """The beginning of every line."""
 
 
@@ -118,3 +118,15 @@ def _cut_incomplete_line(path: Path) -> int:
         size += tail.rfind(b"\n") + 1
         file.truncate(size)
     return size
+
+
+def check_exits_log(log: Path) -> None:
+    """Reject an unwritable or foreign log file before an engine starts, not at its first token."""
+    try:
+        with log.open("a+b") as file:
+            file.seek(0)
+            beginning = file.read(len(_LINE_BEGINNING))
+    except OSError as error:
+        raise UserError(f"exits_log: {log} cannot be written ({error.strerror}); choose another file.") from None
+    if not _LINE_BEGINNING.startswith(beginning):  # a worker would cut its last line
+        raise UserError(f"exits_log: {log} is there and is no log of exits; choose another file.")

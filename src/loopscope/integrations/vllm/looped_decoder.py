@@ -36,7 +36,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from loopscope.integrations.vllm.deployment import Deployment
-from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
+from loopscope.integrations.vllm.step_batch import ExitCache, recording_backend
 from loopscope.models.decoder_layers import DecoderConfig, linear_halt, rms_normalised
 from loopscope.models.ouro import OuroConfig
 
@@ -93,7 +93,7 @@ class LoopedAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
         self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
         beside = name.rpartition(".")[0]
-        backend = noting_backend(self.cached_width, vllm_config) if deployment.adaptive else None
+        backend = recording_backend(self.cached_width, vllm_config) if deployment.adaptive else None
         self.attn = nn.ModuleList(
             Attention(
                 self.heads,

@@ -53,7 +53,7 @@ def current_batch(layer_name: str) -> StepBatch | None:
     return getattr(metadata[layer_name], _NAME, None) if isinstance(metadata, dict) else None
 
 
-def noting_backend(head_width: int, vllm_config: VllmConfig) -> Any:
+def recording_backend(head_width: int, vllm_config: VllmConfig) -> Any:
     """The attention backend that vLLM would choose, extended to record the requests of a step."""
     return _recording(get_attn_backend(head_width, torch.get_default_dtype(), vllm_config.cache_config.cache_dtype))
 
