@@ -58,7 +58,7 @@ def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = N
     Returns
     -------
     list[Check]
-        What was checked, with the largest difference that was measured.
+        The checks, each with the largest difference that was measured.
 
     Raises
     ------

@@ -43,7 +43,7 @@ class Prompt:
     tokens
         [M] the tokens of the prompt.
     forced
-        Tokens to write next, whatever the model would write (default: none).
+        Tokens to write next, in place of the model's own choice (default: none).
     policy
         The exit rule of this prompt (default: that of all prompts).
     number

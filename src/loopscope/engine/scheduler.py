@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True, eq=False):
     logits
         [V] class logits, or [C] scores of the choices of a question.
     greedy
-        [C] whether the model would write each choice itself; None if nobody asked.
+        [C] whether greedy decoding would write each choice; None unless `run` was called with `greedy`.
 
     Examples
     --------

@@ -5,8 +5,8 @@ it go on. A step runs all of them some loops deeper: the oldest token reaches fu
 token drafts the next, and no token waits for another:
 
     step      1    2    3    4    5    6    7      the loop that each token runs, at a depth of 4
-    token a   1    2    3    4                     says b, after its last loop for good
-    token b        1    2    3    4                drafted by a's loop 1; it stands if a's loop 4 says b, too
+    token a   1    2    3    4                     proposes b, after its last loop finally
+    token b        1    2    3    4                drafted by a's loop 1; it stays if a's loop 4 proposes b, too
     token c             1    2    3    4
     token d                  1    2    3    4
 

@@ -157,10 +157,11 @@ class AttentionGroup(NamedTuple):
 
 def attention_groups(layout: Layout) -> list[AttentionGroup]:
     """The groups of rows of a layout that attend as one dense batch, computed once."""
-    return layout.compute_once("groups", partial(_attention_groups, layout))
+    return layout.compute_once("groups", partial(_form_groups, layout))
 
 
-def _attention_groups(layout: Layout) -> list[AttentionGroup]:
+def _form_groups(layout: Layout) -> list[AttentionGroup]:
+    """Group neighbouring rows whose common batch has few empty cells."""
     lengths = layout.host_lengths
     if not len(lengths):
         return []

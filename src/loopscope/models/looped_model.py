@@ -114,8 +114,8 @@ class LoopedModel(nn.Module):
 
     Examples
     --------
-    >>> said = model.loops(torch.tensor([[1, 2, 3]]))
-    >>> said.logits.shape  # [T, B, M, V]
+    >>> outputs = model.loops(torch.tensor([[1, 2, 3]]))
+    >>> outputs.logits.shape  # [T, B, M, V]
     torch.Size([4, 1, 3, 8])
     """
 
@@ -257,7 +257,7 @@ class LoopedModel(nn.Module):
         tokens
             [S] tokens of all rows, one after the other.
         layout
-            Where the rows lie.
+            The places of the rows in the state.
 
         Returns
         -------
@@ -389,7 +389,7 @@ class LoopedModel(nn.Module):
         Returns
         -------
         LoopState
-            What `step` returns.
+            The state after the loop, as `step` returns it.
         """
         raise NotImplementedError
 
@@ -431,7 +431,7 @@ class LoopedModel(nn.Module):
         tokens
             [S] tokens of all rows, one after the other.
         layout
-            Where the rows lie.
+            The places of the rows in the state.
 
         Returns
         -------
@@ -628,7 +628,7 @@ class LoopedModel(nn.Module):
         num_loops: int | None = None,
         positions: Tensor | None = None,
     ) -> Loops:
-        """Compute what the model says at every loop.
+        """Compute the model's outputs at every loop.
 
         Parameters
         ----------
@@ -698,9 +698,9 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 
 
 class SimpleLoopedModel(LoopedModel):
-    """Adapt a network that knows padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
+    """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
 
-    That is enough to be recorded, diagnosed, calibrated and run row by row. Text and questions with choices need a KV
+    LoopScope can record, diagnose, calibrate and run such a model row by row. Text and questions with choices need a KV
     cache and branches: derive from `LoopedModel`.
 
     A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`; with a

@@ -95,7 +95,7 @@ def loop(
     Returns
     -------
     LoopedCheckpoint
-        What was written, in words and numbers.
+        The looped checkpoint's path, depth and cost.
 
     Raises
     ------

@@ -196,7 +196,7 @@ class Layout:
 
 
 def count_up(first: Integers, counts: Integers) -> Integers:
-    """For each of `first`, as many numbers as `counts` says, counting up from it, in one array."""
+    """Count up from each of `first`, `counts` numbers each, in one array."""
     if (counts == 1).all():  # decoding: one token a row
         return first.copy()
     return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)

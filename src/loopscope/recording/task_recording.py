@@ -108,7 +108,7 @@ def record_model(
     keep: Keep | None = None,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
-    """Record what a model says at every loop, at the last token of each row.
+    """Record a model's outputs at every loop, at the last token of each row.
 
     Nothing is written; `Trajectory.save` writes the recording.
 
@@ -127,7 +127,7 @@ def record_model(
     split
         "train", "validation", "test" or "extrapolation" (default: none).
     keep
-        What the recording keeps (default: logits and gate logits).
+        The arrays that the recording keeps (default: logits and gate logits).
     progress
         A function that is called with examples done, all examples, and a note.
 

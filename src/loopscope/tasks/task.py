@@ -1,4 +1,4 @@
-"""What is a task? A generator of examples of known difficulty, and how they are divided into splits.
+"""What is a task? A generator of examples of known difficulty, with its splits.
 
 A task defines its symbols, draws inputs of a given difficulty and answers them. Splits, seeds, disjointness and
 extrapolation are the same for all tasks; `custom_task.py` imports custom tasks.

@@ -1,4 +1,4 @@
-"""How deep should a request be answered? As `loopscope_depth` in its `vllm_xargs` says, checked when it arrives.
+"""How deep should a request be answered? `loopscope_depth` in its `vllm_xargs` sets it, checked when it arrives.
 
 The value is "full", a number of loops, or the name of a policy of the deployment:
 
