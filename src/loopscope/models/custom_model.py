@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from loopscope.errors import UserError, reason, reject
-from loopscope.models.checkpoint_folder import ModelSettings, not_registered
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import ModelSettings, not_registered
 from loopscope.user_code import is_user_name, load_code, source_sha256
 
 MODELS: dict[str, type[LoopedModel]] = {}

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
 from loopscope.errors import UserError
 from loopscope.models.attention import Llama3Scaling, Rotary, cached_attention
-from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.linear import Linear
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 RopeType = Literal["default", "llama3"]

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
-from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
 from loopscope.models.decoder_layers import run_layers
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState, initial_loop_state
+from loopscope.models.model_settings import GateKind, TransformerSettings
 from loopscope.models.packing import Layout
 
 ROTARY_BASE = 10_000.0

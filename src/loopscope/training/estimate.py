@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from loopscope.errors import UserError
-from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.device import synchronize
+from loopscope.models.model_settings import TransformerSettings
 from loopscope.models.packing import share_prefixes
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import clock

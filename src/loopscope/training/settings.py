@@ -37,7 +37,7 @@ from loopscope.config import (
 )
 from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import ModelSettings, require_values
+from loopscope.models.model_settings import ModelSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256

@@ -16,10 +16,11 @@ from torch import nn
 
 from loopscope.config import Option, plain
 from loopscope.errors import UserError, reason, reject
-from loopscope.models.checkpoint_folder import CheckpointConfig, ModelSettings
+from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.custom_model import MODELS, custom_model, register_model
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import ModelSettings
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, examples_sha256, overlap, training_fingerprints

@@ -1,8 +1,8 @@
 """How is a looped model fine-tuned in transformers? By its `Trainer`, with an objective over depth.
 
 Everything else of `Trainer` is unchanged: data, optimizers, accumulation, precision, several processes, checkpoints and
-resuming, trackers. The objectives are those of `loopscope.objectives`, over tokens; the log has values by loop, too.
-PEFT puts adapters on the model beforehand (`lora_config`).
+resuming, trackers. The objectives are those of `loopscope.training.objectives`, over tokens; the log has values by
+loop, too. PEFT puts adapters on the model beforehand (`lora_config`).
 
 Shapes: T loops, N tokens with a label.
 """
