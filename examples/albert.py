@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import loopscope as ls
+from loopscope.engine.replay_agreement import Agreement, compare_with_replay
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import Agreement, compare_with_replay
 from loopscope.models.looped_model import SimpleLoopedModel
 from loopscope.tasks import Parity
 from loopscope.training.objectives import objective_loss

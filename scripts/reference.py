@@ -14,7 +14,7 @@ from msgspec import inspect
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import make_parser
 from loopscope.learned.stopper_fitting import StopperSettings
-from loopscope.models.checkpoint_folder import ModelSettings
+from loopscope.models.model_settings import ModelSettings
 from loopscope.studies.study_file import Checkpoints, Gates, Reference, RunGrid, Study, StudyPart
 from loopscope.tasks import CustomTask, HopInduction, Mano, Parity, Reachability, Splits, StateTracking
 from loopscope.training.gate_fitting import GateSettings

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.draft_spacing import DraftGain, DraftSpacing, Spacing
-from loopscope.engine.exit_decision import Integers
+from loopscope.engine.logit_signals import Integers
 from loopscope.models.checkpoint import save_model
-from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.model_settings import TransformerSettings
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import LoopedTransformer, TransformerLayer
 

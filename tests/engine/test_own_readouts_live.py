@@ -10,9 +10,10 @@ from tiny_language import MODELS, VOCABULARY
 
 import loopscope as ls
 from loopscope.engine.generation import Prompt, generate
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import Request, choices
-from loopscope.engine.scheduler import Answer, compare_with_replay, run
-from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.engine.scheduler import Answer, run
+from loopscope.models.model_settings import TransformerSettings
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.readouts.readout import find_readout
 from loopscope.readouts.replay import replayed

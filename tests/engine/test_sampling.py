@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.engine.sampling import Sampling, _shares, draw_tokens
+from loopscope.engine.sampling import Sampling, _probabilities, draw_tokens
 
 
-def sorted_shares(logits: Tensor, sampling: Sampling) -> Tensor:
+def sorted_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """By its definition: all tokens in order, the first `top_k` of them, the first that make up `top_p` of those."""
     ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     shares = ordered.softmax(-1)
@@ -29,15 +29,15 @@ def test_shares_are_those_of_a_sort(settings: dict[str, float], ties: bool) -> N
     if ties:
         logits = logits.round()
     sampling = Sampling(temperature=0.8, **settings)  # type: ignore[arg-type]
-    ours = _shares(logits, sampling)
-    torch.testing.assert_close(ours, sorted_shares(logits, sampling), rtol=1e-12, atol=0)
-    assert torch.equal(ours[2:3], _shares(logits[2:3], sampling))  # whatever stands beside it
+    ours = _probabilities(logits, sampling)
+    torch.testing.assert_close(ours, sorted_probabilities(logits, sampling), rtol=1e-12, atol=0)
+    assert torch.equal(ours[2:3], _probabilities(logits[2:3], sampling))  # whatever stands beside it
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}])
 def test_the_vocabulary_is_not_sorted_for_nothing(settings: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "sort", None)
-    assert _shares(torch.randn(2, 9), Sampling(temperature=1.0, **settings)).count_nonzero() > 0  # type: ignore[arg-type]
+    assert _probabilities(torch.randn(2, 9), Sampling(temperature=1.0, **settings)).count_nonzero() > 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}])

@@ -11,8 +11,9 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import Request, choices, task_requests
-from loopscope.engine.scheduler import Answer, compare_with_replay, in_order, run
+from loopscope.engine.scheduler import Answer, in_order, run
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep

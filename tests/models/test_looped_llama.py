@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_language import tiny_looped_llama, write_decoder
 
 import loopscope as ls
-from loopscope.engine.scheduler import compare_with_replay
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.models.checkpoint import gate_tensors
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.looped_model import LoopState

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.config import plain
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import compare_with_replay
 from loopscope.models.transformer import LoopedTransformer, TransformerLayer
 from loopscope.recording.task_recording import record_task
 from loopscope.training.settings import read_settings

@@ -20,7 +20,7 @@ from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
 from loopscope.cli import main
 from loopscope.engine.generation import stream
-from loopscope.engine.scheduler import close_calls
+from loopscope.engine.replay_agreement import close_calls
 from loopscope.recording import live_text_recording
 from loopscope.recording.live_text_recording import record_live
 from loopscope.recording.text_recording import record_text

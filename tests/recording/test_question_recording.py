@@ -12,7 +12,8 @@ from benchmark_slices import DATA, byte_pairs
 from tiny_language import change_tokenizer, write_ouro
 
 import loopscope as ls
-from loopscope.engine.scheduler import compare_with_replay, run
+from loopscope.engine.replay_agreement import compare_with_replay
+from loopscope.engine.scheduler import run
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.questions import BENCHMARKS, EncodedQuestion, Question, benchmark_named, encode_questions, load_questions
 from loopscope.readouts.signals import SIGNALS

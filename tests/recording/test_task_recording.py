@@ -11,8 +11,8 @@ from conftest import GOLDEN, tiny_settings
 import loopscope as ls
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import compare_with_replay
 from loopscope.models.looped_model import LoopState
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep

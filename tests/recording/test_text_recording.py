@@ -14,7 +14,7 @@ from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording import text_recording
 from loopscope.recording.text_recording import cut_documents, record_text
-from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_settings, write_back
+from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_settings, write_gate
 from loopscope.training.language_run import LanguageRun, train_tokenizer
 from loopscope.trajectory import Trajectory
 
@@ -118,7 +118,7 @@ def test_a_gate_fitted_to_a_text_becomes_the_checkpoint_s_own(tiny_ouro: Languag
     assert gate_settings(recording, {}).beta == tiny_ouro.settings.objective.beta
     for pairing in ("next", "ouro"):
         gate = fit_gate(recording, GateSettings(objective="utility", pairing=pairing, steps=20))
-        write_back(gate, tiny_ouro.folder, tmp_path / pairing)
+        write_gate(gate, tiny_ouro.folder, tmp_path / pairing)
         again = record_text(tmp_path / pairing, tiny_ouro.train, "train", tmp_path / f"by-{pairing}", limit=400)
         assert np.array_equal(again.predictions, recording.predictions)
         assert again.gate_logits == pytest.approx(gate.halt_logits(recording.hidden), abs=1e-4)

@@ -22,7 +22,7 @@ from loopscope.engine.requests import task_requests
 from loopscope.models.custom_model import MODELS, looped_parameters, register_model, tied_tensors
 from loopscope.recording.task_recording import record_task
 from loopscope.studies.study_file import expand_study
-from loopscope.training.gate_fitting import write_back
+from loopscope.training.gate_fitting import write_gate
 from loopscope.training.run_folder import check_run_place, read_run_settings
 from loopscope.training.task_run import TaskRun, initial_model, train
 
@@ -204,7 +204,7 @@ def test_nothing_is_imported_because_a_checkpoint_names_it(
     assert main(record_words(run, name, tmp_path / "recording")) == 0
     assert (tmp_path / "imported").exists()
     with pytest.raises(ls.UserError, match="has no gate of LoopScope's, so a fitted linear gate cannot take its place"):
-        write_back(ls.FittedGate(torch.ones(64).numpy(), torch.zeros(()).numpy()), run, tmp_path / "other")
+        write_gate(ls.FittedGate(torch.ones(64).numpy(), torch.zeros(()).numpy()), run, tmp_path / "other")
 
 
 def test_what_is_loaded_is_what_was_trained(write: Write, tmp_path: Path) -> None:

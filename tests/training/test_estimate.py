@@ -10,8 +10,13 @@ from conftest import tiny_settings
 from pretended_device import pretended_device
 
 import loopscope as ls
-from loopscope.models.transformer import training_bytes
-from loopscope.training.estimate import _states, check_memory, estimate_time, step_flops
+from loopscope.training.estimate import (
+    _batch_states,
+    check_memory,
+    estimate_time,
+    step_flops,
+    transformer_training_bytes,
+)
 from loopscope.training.settings import RunSettings, read_settings
 from loopscope.training.task_run import AnswerLosses, initial_model
 
@@ -43,9 +48,9 @@ def kept_for_gradients(settings: RunSettings, rows: int, bf16: bool) -> int:
 @pytest.mark.parametrize("preset", ["paper", "paper-parity"])
 def test_the_memory_of_a_step_is_what_its_pass_keeps(preset: str, bf16: bool) -> None:
     settings = read_settings(preset, ["model.width=128", "model.layers=3", "model.loops=4"])
-    states = _states(settings, 64)
+    states = _batch_states(settings, 64)
     sizes = (settings.model, settings.task.vocab_size, settings.block_size, states, settings.task.positions)
-    _, of_loop = training_bytes(*sizes, bf16=bf16)
+    _, of_loop = transformer_training_bytes(*sizes, bf16=bf16)
     counted = kept_for_gradients(settings, 64, bf16)
     assert counted < 4 * of_loop < 1.3 * counted
 

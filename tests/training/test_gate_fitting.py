@@ -9,13 +9,14 @@ from conftest import GOLDEN
 
 import loopscope as ls
 from loopscope.artifacts import sha256
+from loopscope.engine.replay_agreement import compare_with_replay
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import compare_with_replay, run
+from loopscope.engine.scheduler import run
 from loopscope.learned.attach import attach
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
-from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_loss, gate_settings, write_back
+from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_loss, gate_settings, write_gate
 from loopscope.training.objectives import objective_loss
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import Objective
@@ -105,15 +106,15 @@ def test_it_becomes_ouros_gate(tmp_path: Path) -> None:
         provenance={"weights_sha256": sha256(checkpoint / "model.safetensors")},
     )
     gate = fit_gate(recording, GateSettings(steps=30))
-    write_back(gate, checkpoint, tmp_path / "new")
+    write_gate(gate, checkpoint, tmp_path / "new")
     with torch.inference_mode():
         again = ls.load_model(tmp_path / "new").loops(tokens, positions=torch.full((64,), 6))
     assert again.gate_logits is not None
     assert np.allclose(again.gate_logits.T.numpy(), gate.halt_logits(recording.hidden), atol=1e-4)  # type: ignore[arg-type]
     assert torch.equal(again.logits, out.logits)
     with pytest.raises(ls.UserError, match="has a linear gate, so a fitted mlp gate"):
-        write_back(fit_gate(recording, GateSettings(kind="mlp", steps=2)), checkpoint, tmp_path / "other")
+        write_gate(fit_gate(recording, GateSettings(kind="mlp", steps=2)), checkpoint, tmp_path / "other")
     with pytest.raises(ls.UserError, match="exists and is not a checkpoint"):
-        write_back(gate, checkpoint, tmp_path / "new")
+        write_gate(gate, checkpoint, tmp_path / "new")
     with pytest.raises(ls.UserError, match="another model"):
-        write_back(FittedGate(gate.weight, gate.bias, provenance={"weights_sha256": "x"}), checkpoint, tmp_path / "b")
+        write_gate(FittedGate(gate.weight, gate.bias, provenance={"weights_sha256": "x"}), checkpoint, tmp_path / "b")

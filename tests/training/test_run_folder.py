@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import loopscope as ls
 from loopscope.files import is_scratch
-from loopscope.training.gate_fitting import write_back
+from loopscope.training.gate_fitting import write_gate
 from loopscope.training.language_run import LanguageRun
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
@@ -106,7 +106,7 @@ def test_weights_without_hashes_and_other_gates_are_taken_as_they_are(gated_run:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(gated_run / name, alone)
     assert ls.load_model(alone).weights_sha256 == ls.load_model(gated_run).weights_sha256
-    write_back(ls.FittedGate(torch.ones(16).numpy(), torch.zeros(()).numpy()), gated_run, tmp_path / "other")
+    write_gate(ls.FittedGate(torch.ones(16).numpy(), torch.zeros(()).numpy()), gated_run, tmp_path / "other")
     assert ls.load_model(tmp_path / "other").weights_sha256 != ls.load_model(gated_run).weights_sha256
 
 

@@ -16,7 +16,7 @@ import loopscope as ls
 from loopscope.training import training_loop
 from loopscope.training.settings import Training
 from loopscope.training.task_run import initial_model, train
-from loopscope.training.training_loop import Muon, Optimizers, orthogonalised, schedule, steps_done
+from loopscope.training.training_loop import Muon, Optimizers, orthogonalise, schedule, steps_done
 
 LONGER = ["training.steps=60", "training.checkpoint_every=7", "training.log_every=5", "training.validate_every=50"]
 RUN = [*TINY, *GATED, *LONGER]
@@ -138,5 +138,5 @@ def test_muon_follows_pytorch_s(shape: tuple[int, int]) -> None:
     moved = (ours - start).norm()
     assert moved > 0.1
     assert (ours - theirs).norm() < 0.02 * moved
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(20, 50, generator=generator)))
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(20, 50, generator=generator)))
     assert 0.6 < values.min() <= values.max() < 1.3

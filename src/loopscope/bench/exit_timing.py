@@ -20,8 +20,9 @@ import torch
 from loopscope.analysis.schema import Latency, Machine, PolicyLatency, Spread
 from loopscope.bench.measure import fastest_batch, interleaved, spread
 from loopscope.engine.exit_decision import ExitDecision
+from loopscope.engine.replay_agreement import Agreement, compare_with_replay
 from loopscope.engine.requests import Request, task_requests
-from loopscope.engine.scheduler import Agreement, compare_with_replay, run
+from loopscope.engine.scheduler import run
 from loopscope.errors import UserError
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model

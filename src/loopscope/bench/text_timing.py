@@ -33,8 +33,8 @@ from torch import Tensor
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import Seconds, interleaved, spread
 from loopscope.engine.decoder import CacheMode
-from loopscope.engine.exit_decision import kl_divergence
 from loopscope.engine.generation import GenerationStats, Prompt, Token, stream
+from loopscope.engine.logit_signals import kl_divergence
 from loopscope.errors import UserError
 from loopscope.models.decoder_layers import Attention
 from loopscope.models.looped_llama import LoopedLlama

@@ -1,1 +1,1 @@
-"""Does a model keep its contract? And on this machine: precision, batches, caches, exits and speed."""
+"""Does a model keep its contract? Does it run correctly here: precision, batches, caches, exits and speed?"""

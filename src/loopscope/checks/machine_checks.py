@@ -1,16 +1,16 @@
-"""Does a model do on this machine what it should? Six kinds of checks, each line with its verdict.
+"""Does a model compute correctly on this machine? Six kinds of checks; each check has a verdict.
 
-- contract: shapes, order, neighbours and loops do not matter where they must not (`check_model`);
-- precision: what low precision says at every loop, against float32;
-- batch: rows of different lengths together, against each alone;
-- cache: text token by token with remembered keys and values, against one plain forward pass over it;
-- replay: exit policies live, in generation and in the engine, against their replay on what a plain pass says;
-- speed: fixed depths against full depth, one after the other in every round.
+- contract: rows do not depend on their order, their neighbours or the loops of other rows (`check_model`);
+- precision: low precision at every loop, against float32;
+- batch: rows of different lengths together, against each row alone;
+- cache: text generated token by token with a KV cache, against one plain forward pass over the same text;
+- replay: exit policies live, in generation and in the engine, against their replay on the outputs of a plain pass;
+- speed: fixed depths against full depth, interleaved in every round.
 
-Predictions are compared by the Kullback-Leibler divergence, in nats, at the place where it is largest. Models are
-loaded one after the other, and of each only what it said is kept.
+The checks compare predictions by the Kullback-Leibler divergence, in nats, and report its maximum. `selfcheck` loads
+one model after the other, and keeps only the outputs of each.
 
-Shapes: B rows, N decisions, T loops, P places that are read, V vocabulary, D width.
+Shapes: B rows, N decisions, T loops, P positions that are compared, V vocabulary, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from loopscope.bench.measure import interleaved, spread, timed
 from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
 from loopscope.engine.decoder import CACHE_MODES
-from loopscope.engine.exit_decision import kl_divergence
 from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.logit_signals import kl_divergence
+from loopscope.engine.replay_agreement import close_calls
 from loopscope.engine.requests import Request
-from loopscope.engine.scheduler import close_calls, in_order, run
+from loopscope.engine.scheduler import in_order, run
 from loopscope.errors import UserError
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
@@ -42,17 +43,17 @@ from loopscope.trajectory import Trajectory
 Array = NDArray[Any]
 Load = Callable[[str], LoopedModel]
 Outputs = dict[str, Array]
-"""What a model says at some places: logits [T, P, V], hidden [T, P, D] and, of one with a gate, gate_logits [T, P]."""
+"""A model's outputs at P positions: logits [T, P, V], hidden [T, P, D] and, if it has a gate, gate_logits [T, P]."""
 DIVERGENCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""The largest divergence of two ways that should say the same, in this precision; on average, against float32."""
+"""The largest divergence allowed in each precision; the precision check limits the mean divergence from float32."""
 HALTING = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-1}
-"""The same of halt logits: the largest difference, and against float32 the average one."""
+"""The largest difference of halt logits allowed; the precision check limits the mean difference from float32."""
 CLOSE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
-"""A signal that comes so close to its threshold (relative) may be decided either way."""
+"""If a signal is this close to its threshold (relative), the live run may decide otherwise than the replay."""
 DIFFERING = {"float32": 0.0, "float16": 0.02, "bfloat16": 0.1}
-"""The share of the other decisions that may differ from the replay."""
+"""The share of all other decisions that may differ from the replay."""
 _DECISIONS = 8
-"""Of every row, in the engine."""
+"""Decisions of every row that the engine makes."""
 LOW = ("bfloat16", "float16")
 TEXT = """\
 The miller's daughter kept three clocks in the kitchen, and none of them agreed. The oldest had come with the house; it
@@ -61,17 +62,17 @@ uncle at sea, and it ran so fast that on some evenings it struck twelve while th
 no hands at all, but it ticked louder than the others, and so it was the one that everybody believed.
 """
 _MAX_LOGITS = 1 << 26
-"""That are kept at a time."""
+"""Logits that a plain pass may hold in memory at a time."""
 _ROWS, _MAX_PROMPT, _MAX_NEW = 4, 48, 12
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Rows of tokens that every check takes."""
+    """Hold the rows of tokens that every machine check runs on."""
 
     rows: list[Array]  # of different lengths
-    new: int  # tokens that may follow
-    places: int  # that are read of a row, from its end
+    new: int  # tokens to generate after each row
+    places: int  # positions that are compared, counted from the end of a row
 
     @classmethod
     def of(cls, model: LoopedModel, text: Array | None) -> "TokenSample":
@@ -98,7 +99,7 @@ class TokenSample:
 
 @torch.inference_mode()
 def plain_pass(model: LoopedModel, rows: Sequence[Array], places: int) -> Outputs:
-    """The last `places` of every row (fewer if it is shorter) at every loop, by one plain pass over all rows."""
+    """Run one plain pass over all rows; return the outputs of each row's last `places` positions at every loop."""
     device = next(model.parameters()).device
     tokens = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
@@ -114,23 +115,26 @@ def plain_pass(model: LoopedModel, rows: Sequence[Array], places: int) -> Output
     return {name: np.stack(by_loop) for name, by_loop in found.items()}
 
 
-def _joined(parts: Sequence[Outputs]) -> Outputs:
+def _concatenate_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """Concatenate the outputs of several passes along their positions."""
     return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
 
 def divergence(reference: Array, other: Array) -> Array:
-    """[...] KL(reference || other) of logits [..., V]; infinite where one of them is no number."""
+    """[...] KL(reference || other) of logits [..., V]; infinite where a logit is NaN or infinite."""
     flat = (torch.from_numpy(logits).flatten(0, -2) for logits in (reference, other))
     values = kl_divergence(*flat).numpy().reshape(reference.shape[:-1])
     return np.where(np.isfinite(values), values, np.inf)
 
 
 class SelfCheck(msgspec.Struct, frozen=True):
+    """Hold the results of `selfcheck` for one model on one machine."""
+
     model: str
     dtype: str
     device: str
     num_loops: int
-    tokens: str  # where they come from
+    tokens: str  # the source of the tokens
     checks: list[Check]
 
     @property
@@ -139,7 +143,7 @@ class SelfCheck(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """What all checks say together."""
+        """Return the verdict over all checks as one sentence."""
         judged = sum(check.passed is not None for check in self.checks)
         if not judged:
             return "Nothing of this has a limit: it is shown, not judged."
@@ -149,7 +153,8 @@ class SelfCheck(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def _same_threads_after() -> Iterator[None]:
+def _restore_threads_after() -> Iterator[None]:
+    """Restore PyTorch's number of threads afterwards."""
     threads = torch.get_num_threads()
     try:
         yield
@@ -157,7 +162,7 @@ def _same_threads_after() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@_same_threads_after()
+@_restore_threads_after()
 def selfcheck(
     name: str,
     load: Load,
@@ -169,9 +174,9 @@ def selfcheck(
     source: str = "the text",
     progress: ProgressCallback = silent,
 ) -> SelfCheck:
-    """`load(precision)` gives the model; `text` its tokens, which come from `source`; without any they are random.
+    """Check a model on this machine: `load(precision)` loads it, `text` holds tokens from `source` (default: random).
 
-    All kinds but precision are checked in `dtype`; of precision, only `dtype` is judged, and the others are shown.
+    The precision check tries every precision, but has a limit for `dtype` only; all other checks run in `dtype`.
     """
     checks: list[Check] = []
     reference: Outputs | None = None
@@ -213,7 +218,7 @@ def selfcheck(
 
 
 def _faster_threads(model: LoopedModel, sample: TokenSample) -> int:
-    """All threads, or one where that is faster: a small model waits for its threads longer than it computes."""
+    """All threads, or one thread if that is faster: a small model spends longer on its threads than on computing."""
     seconds = {}
     for threads in (torch.get_num_threads(), 1):
         torch.set_num_threads(threads)
@@ -221,103 +226,109 @@ def _faster_threads(model: LoopedModel, sample: TokenSample) -> int:
     return min(seconds, key=lambda threads: seconds[threads])
 
 
-def _contract(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
-    """What holds, up to the first that does not."""
+def _check_contract(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Yield the checks of the model contract; the first that fails is the last one."""
     try:
         yield from contract_checks(model)
     except UserError as error:
         yield Check("contract", "the model contract", None, "", None, False, str(error))
 
 
-def _same_token(logits: Array, other: Array) -> str:
-    """How often both say the same, as a note."""
+def _same_token_note(logits: Array, other: Array) -> str:
+    """The share of decisions with the same likeliest token, as the note of a check."""
     return f"same token: {100 * float((logits.argmax(-1) == other.argmax(-1)).mean()):.1f} %"
 
 
-def _judged(kind: CheckKind, what: str, measured: float, unit: str, limit: float | None, note: str = "") -> Check:
+def _check_limit(kind: CheckKind, what: str, measured: float, unit: str, limit: float | None, note: str = "") -> Check:
+    """Make a check of a measured value, which passes if the value is at most the limit."""
     note = note if np.isfinite(measured) else "it says what is no number"
     return Check(kind, what, measured, unit, limit, None if limit is None else bool(measured <= limit), note)
 
 
 def precision_checks(precision: str, reference: Outputs, outputs: Outputs, judged: bool) -> Iterator[Check]:
-    """What nobody asked for is told, not judged."""
+    """Compare the outputs in this precision with float32's; only a `judged` precision has a limit."""
     limits = (DIVERGENCE[precision], HALTING[precision]) if judged else (None, None)
     for loop, (right, low) in enumerate(zip(reference["logits"], outputs["logits"], strict=True), start=1):
-        note = _same_token(right, low)
+        note = _same_token_note(right, low)
         mean = float(divergence(right, low).mean())
-        yield _judged("precision", f"{precision}, loop {loop}", mean, "nats (mean)", limits[0], note)
+        yield _check_limit("precision", f"{precision}, loop {loop}", mean, "nats (mean)", limits[0], note)
     if "gate_logits" in reference:
         apart = np.abs(reference["gate_logits"] - outputs["gate_logits"])
         note = f"at most {apart.max():.2g}"
-        yield _judged("precision", f"{precision}, halt logits", float(apart.mean()), "(mean)", limits[1], note)
+        yield _check_limit("precision", f"{precision}, halt logits", float(apart.mean()), "(mean)", limits[1], note)
 
 
-def _batch(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+def _check_batches(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Compare rows that run in one batch with each row alone."""
     together = plain_pass(model, sample.rows, sample.places)
-    alone = _joined([plain_pass(model, [row], sample.places) for row in sample.rows])
+    alone = _concatenate_outputs([plain_pass(model, [row], sample.places) for row in sample.rows])
     worst = float(divergence(alone["logits"], together["logits"]).max())
-    yield _judged("batch", "predictions at every loop", worst, "nats (max)", DIVERGENCE[dtype])
+    yield _check_limit("batch", "predictions at every loop", worst, "nats (max)", DIVERGENCE[dtype])
     if "gate_logits" in together:
         apart = float(np.abs(alone["gate_logits"] - together["gate_logits"]).max())
-        yield _judged("batch", "halt logits", apart, "(max)", HALTING[dtype])
+        yield _check_limit("batch", "halt logits", apart, "(max)", HALTING[dtype])
 
 
-def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
-    """At full depth no token exits early, so that all that is cached of it is its own; `latest` keeps one loop."""
+def _check_caches(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Compare generated text in every cache mode with a plain pass at full depth, where only `latest` may differ."""
     for cache in CACHE_MODES:
         options: dict[str, Any] = {"max_new_tokens": sample.new, "cache": cache, "batch_size": len(sample.rows) - 1}
         tokens = sorted(stream(model, sample.prompts, with_logits=True, **options), key=lambda token: token.key)
         texts = [[token.token for token in tokens if token.key == key] for key in range(len(sample.rows))]
         logits = np.stack([token.logits.cpu().numpy() for token in tokens if token.logits is not None])
-        plain = _continued(model, sample, texts)["logits"][-1]
+        plain = _outputs_of_texts(model, sample, texts)["logits"][-1]
         values = divergence(plain, logits)
         limit = None if cache == "latest" else DIVERGENCE[dtype]
-        note = f"{_same_token(plain, logits)} of {len(logits)}"
+        note = f"{_same_token_note(plain, logits)} of {len(logits)}"
         note += "; equality is not required" if limit is None else ""
-        yield _judged("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
+        yield _check_limit("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
 
 
-def _continued(model: LoopedModel, sample: TokenSample, texts: Sequence[Sequence[int]]) -> Outputs:
-    """A plain pass over prompts and what followed, at the places where it was predicted."""
+def _outputs_of_texts(model: LoopedModel, sample: TokenSample, texts: Sequence[Sequence[int]]) -> Outputs:
+    """Run a plain pass over prompts and generated texts; return the outputs that predicted the generated tokens."""
     whole = [np.array([*row, *text[:-1]], dtype=np.int64) for row, text in zip(sample.rows, texts, strict=True)]
-    return _joined([plain_pass(model, [row], len(text)) for row, text in zip(whole, texts, strict=True)])
+    return _concatenate_outputs([plain_pass(model, [row], len(text)) for row, text in zip(whole, texts, strict=True)])
 
 
-def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+def _check_replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Compare exit policies in the engine and in generation with their replay on the outputs of a plain pass."""
     if model.num_loops == 1:
         return
-    known = _trajectory(plain_pass(model, sample.rows, _DECISIONS))
+    known = _as_trajectory(plain_pass(model, sample.rows, _DECISIONS))
     prefixes = [row[:end] for row in sample.rows for end in range(max(1, len(row) + 1 - _DECISIONS), len(row) + 1)]
     for readout in ("gate", "margin", "hidden_change"):
         if readout == "gate" and known.gate_logits is None:
             continue
-        policy = _halfway(readout, known)
+        policy = _half_exiting_policy(readout, known)
         requests = (Request(key, (row,)) for key, row in enumerate(prefixes))
         answers = list(in_order(run(model, requests, policy, 5)))
         loops, tokens = (np.array([getattr(each, name) for each in answers]) for name in ("loop", "prediction"))
-        yield _compared(f"engine, {readout}", policy, known, loops, tokens, dtype)
+        yield _check_exit(f"engine, {readout}", policy, known, loops, tokens, dtype)
         texts = generate(model, sample.prompts, policy, max_new_tokens=sample.new, cache="full", batch_size=3)
-        outputs = _continued(model, sample, [text.tokens for text in texts])
+        outputs = _outputs_of_texts(model, sample, [text.tokens for text in texts])
         loops = np.concatenate([text.loops for text in texts])
         tokens = np.concatenate([text.tokens for text in texts])
-        yield _compared(f"generation, {readout}", policy, _trajectory(outputs), loops, tokens, dtype)
+        yield _check_exit(f"generation, {readout}", policy, _as_trajectory(outputs), loops, tokens, dtype)
 
 
-def _trajectory(outputs: Outputs) -> Trajectory:
+def _as_trajectory(outputs: Outputs) -> Trajectory:
+    """The outputs of a plain pass as a recording, to replay a policy on."""
     by_decision: dict[str, Any] = {name: values.swapaxes(0, 1) for name, values in outputs.items()}
     return Trajectory(**by_decision)
 
 
-def _halfway(readout: str, trajectory: Trajectory) -> ExitPolicy:
-    """About half of what could exit early does; the threshold lies between two values."""
+def _half_exiting_policy(readout: str, trajectory: Trajectory) -> ExitPolicy:
+    """A policy under which about half of the early-exit decisions exit; its threshold lies between two values."""
     values = ExitPolicy(readout, 0.0).values(trajectory)[:, :-1]
     found = np.unique(values[np.isfinite(values)])
     middle = max(1, len(found) // 2)
     return ExitPolicy(readout, float(found[middle - 1 : middle + 1].mean()))
 
 
-def _compared(what: str, policy: ExitPolicy, trajectory: Trajectory, loops: Array, tokens: Array, dtype: str) -> Check:
-    """How many decisions differ from the replay, those apart whose signal comes close to the threshold."""
+def _check_exit(
+    what: str, policy: ExitPolicy, trajectory: Trajectory, loops: Array, tokens: Array, dtype: str
+) -> Check:
+    """Count the decisions that differ from the replay, without those whose signal is too close to the threshold."""
     replayed = policy.exit_loops(trajectory)
     unsure = close_calls(policy, trajectory, np.maximum(loops, replayed), CLOSE[dtype])
     assert trajectory.logits is not None
@@ -328,11 +339,11 @@ def _compared(what: str, policy: ExitPolicy, trajectory: Trajectory, loops: Arra
         f"; {unsure.sum()} too close to tell" if unsure.any() else ""
     )
     count = int((differing & ~unsure).sum())
-    return _judged("replay", what, count, f"of {len(loops)} differ", int(DIFFERING[dtype] * len(loops)), note)
+    return _check_limit("replay", what, count, f"of {len(loops)} differ", int(DIFFERING[dtype] * len(loops)), note)
 
 
-def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
-    """Texts of one length, so that every depth has the same work a loop."""
+def _check_speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Time fixed depths against full depth, on texts of one length, so that every loop costs the same."""
     full = model.num_loops
     if full == 1:
         return
@@ -359,9 +370,9 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
 
 
 MACHINE_CHECKS: dict[CheckKind, Callable[[LoopedModel, TokenSample, str, int], Iterator[Check]]] = {
-    "contract": _contract,
-    "batch": _batch,
-    "cache": _cache,
-    "replay": _replay,
-    "speed": _speed,
+    "contract": _check_contract,
+    "batch": _check_batches,
+    "cache": _check_caches,
+    "replay": _check_replay,
+    "speed": _check_speed,
 }

@@ -1,6 +1,6 @@
-"""Does a model keep the contract? It is asked the same in several ways, and its answers must agree.
+"""Does a model keep the contract? These checks run it in several ways, and all results must agree.
 
-Recording and engine rely on every line of `check_model`; the first that does not hold is a `UserError` of one sentence.
+Recording and engine rely on every line of `check_model`; it raises the first violation as a one-sentence `UserError`.
 
 Shapes: B rows, S states of all rows, D width, V classes.
 """
@@ -28,19 +28,19 @@ from loopscope.trajectory_checks import as_token_row
 CheckKind = Literal["contract", "precision", "batch", "cache", "replay", "speed"]
 CHECK_KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 _MAX_TOKENS, _MAX_LOOPS = 24, 8
-"""Of a row, and of the depth to which a model is checked."""
+"""The limits of the check: tokens of a row, and loops."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOW_PRECISION = 0.05
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One line: what was measured, what the limit is, and whether it passed."""
+    """Hold one line of a check: the measured value, its limit, and the verdict."""
 
     kind: CheckKind
     what: str
     measured: float | None
     unit: str
-    limit: float | None  # None: shown, not judged
+    limit: float | None  # None: shown, without a verdict
     passed: bool | None
     note: str = ""
 
@@ -58,7 +58,7 @@ def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = N
     Returns
     -------
     list[Check]
-        What was checked, with the largest difference that was measured.
+        The checks, each with the largest difference that was measured.
 
     Raises
     ------
@@ -76,19 +76,19 @@ def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = N
 
 @torch.inference_mode()
 def contract_checks(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None) -> Iterator[Check]:
-    """One by one, as they are made."""
+    """Yield the checks of `check_model` as they finish."""
     for name in ("num_loops", "block_size", "vocab_size"):
         value = getattr(model, name, None)
         whole = isinstance(value, int) and value >= 1
-        _require(whole, f"The model must set self.{name} to a whole number from 1 on, but it is {value!r}.")
+        _fail_unless(whole, f"The model must set self.{name} to a whole number from 1 on, but it is {value!r}.")
     model.require_evaluation()
     weights = next(model.parameters(), torch.empty(0))
     wrong = "The model has no parameters; make its modules attributes of it, so that PyTorch finds them."
-    _require(weights.numel() > 0, wrong)
+    _fail_unless(weights.numel() > 0, wrong)
     if rows is not None:
         rows = [as_token_row(row, "A row to be checked with") for row in rows]
         known = all(0 <= row.min() <= row.max() < model.vocab_size for row in rows)
-        _require(known, f"A row has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+        _fail_unless(known, f"A row has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     tokens = [torch.from_numpy(row).to(weights.device) for row in rows or _random_rows(model)]
     for check in _Contract(model, tokens, _TOLERANCE.get(weights.dtype, _LOW_PRECISION)).checks:
         try:
@@ -101,13 +101,14 @@ def contract_checks(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None
             raise UserError(f"The model fails in the check of '{name}' ({reason[:200]}).") from error
 
 
-def _require(holds: bool, wrong: str) -> None:
+def _fail_unless(holds: bool, wrong: str) -> None:
+    """Raise `wrong` as a UserError unless the line of the contract holds."""
     if not holds:
         raise UserError(wrong)
 
 
 def _random_rows(model: LoopedModel) -> list[NDArray[np.int64]]:
-    """Rows of different lengths, two of which begin alike."""
+    """Random rows of tokens of different lengths, two of which share a prefix."""
     longest, random = min(model.block_size, _MAX_TOKENS), torch.Generator().manual_seed(0)
     lengths = [longest, max(1, longest - 4), longest, max(1, longest // 2)]
     rows = [torch.randint(model.vocab_size, (length,), generator=random).numpy() for length in lengths]
@@ -116,6 +117,8 @@ def _random_rows(model: LoopedModel) -> list[NDArray[np.int64]]:
 
 
 class _Contract:
+    """Run the checks of `check_model`, one method for each line of the contract."""
+
     def __init__(self, model: LoopedModel, rows: list[Tensor], tolerance: float) -> None:
         self.model, self.rows, self.tolerance = model, rows, tolerance
         self.depth = min(model.num_loops, _MAX_LOOPS)
@@ -129,24 +132,24 @@ class _Contract:
         state = self._embedded(self.rows)
         self._check_state(state, "embed")
         wrong = "embed must return a state at loop 0: loop=torch.zeros_like(layout.lengths)."
-        _require(not state.loop.any(), wrong)
+        _fail_unless(not state.loop.any(), wrong)
         return self._holds("A state has one entry a token or a row, and begins at loop 0.")
 
     def one_step(self) -> Check:
         state = self._embedded(self.rows)
-        before = {name: getattr(state, name).clone() for name in _tensors(state)}
+        before = {name: getattr(state, name).clone() for name in _state_tensor_names(state)}
         after = self.model.step(state)
         self._check_state(after, "step")
-        _require(
+        _fail_unless(
             type(after) is type(state) and after.hidden.shape == state.hidden.shape,
             f"step must return a {type(state).__name__} like the one it was given, with hidden states of the shape "
             f"{list(state.hidden.shape)}; it returned a {type(after).__name__} with {list(after.hidden.shape)}.",
         )
         counted = torch.equal(after.loop, before["loop"] + 1)
-        _require(counted, "step must count: the state that it returns needs loop=state.loop + 1.")
+        _fail_unless(counted, "step must count: the state that it returns needs loop=state.loop + 1.")
         for name, tensor in before.items():
             same = torch.equal(getattr(state, name), tensor)
-            _require(same, f"step changes '{name}' of the state that it is given; it must return a new state.")
+            _fail_unless(same, f"step changes '{name}' of the state that it is given; it must return a new state.")
         return self._holds("A step counts its loop and leaves the state before it as it was.")
 
     def shapes(self) -> Check:
@@ -155,22 +158,22 @@ class _Contract:
         for name in ("pooled", "head_input"):
             at_last, at_all = (getattr(self.model, name)(state, positions) for positions in (last, None))
             wrong = f"{name} must be [{len(state.hidden)}, width] without positions, but is {list(at_all.shape)}."
-            _require(at_all.ndim == 2 and len(at_all) == len(state.hidden), wrong)
+            _fail_unless(at_all.ndim == 2 and len(at_all) == len(state.hidden), wrong)
             wrong = f"{name} at one position a row is not what it is there of all tokens."
-            differences.append(self._same([at_last], [at_all[state.layout.starts + last]], wrong))
+            differences.append(self._largest_difference([at_last], [at_all[state.layout.starts + last]], wrong))
         pooled, logits, *halting = self._outputs(state)
         wrong = f"predict must make [{count}, classes] of {count} states, but made {list(logits.shape)}."
-        _require(logits.ndim == 2 and len(logits) == count and logits.shape[1] > 1, wrong)
+        _fail_unless(logits.ndim == 2 and len(logits) == count and logits.shape[1] > 1, wrong)
         for halts in halting:
             wrong = f"halt must make [{count}] of {count} states, but made {list(halts.shape)}."
-            _require(halts.shape == (count,), wrong)
+            _fail_unless(halts.shape == (count,), wrong)
         head_input = self.model.head_input(state, last)
         twice = self.model.predict(torch.stack((head_input, head_input)))[1]
         wrong = "predict must take states with any number of dimensions in front."
-        differences.append(self._same([twice], [logits], wrong))
+        differences.append(self._largest_difference([twice], [logits], wrong))
         finite = all(bool(values.isfinite().all()) for values in (pooled, *halting))
-        _require(finite, "pooled or halt gives a number that is not finite.")
-        _require(not (logits.isnan() | logits.isposinf()).any(), "predict gives a number that is NaN or infinite.")
+        _fail_unless(finite, "pooled or halt gives a number that is not finite.")
+        _fail_unless(not (logits.isnan() | logits.isposinf()).any(), "predict gives a number that is NaN or infinite.")
         return self._holds("States, logits and halt logits have their shapes, and are finite.", max(differences))
 
     def repeats(self) -> Check:
@@ -192,7 +195,7 @@ class _Contract:
         return self._agree("A row says in a batch what it says alone.", alone, self._together, wrong)
 
     def different_loops(self) -> Check:
-        """The first row goes through all loops but one, then the last joins it for one."""
+        """Run all loops but one of the first row; then the last row joins it for one loop."""
         first, last = self._embedded(self.rows), self._embedded(self.rows[-1:])
         ahead = [first, *self.model.unroll(first, self.depth - 1)][-1]
         ahead = ahead.take(torch.tensor([0], device=first.loop.device))
@@ -216,7 +219,7 @@ class _Contract:
         return self._agree(what, [short], [after], "last_pooled differs from pooled after one more step.")
 
     def divided_loop(self) -> Check:
-        """Both halves of a loop, of which the second runs for the last row alone."""
+        """Run both halves of a loop, the second half for the last row alone."""
         state, what = self._embedded(self.rows), "A loop may be divided where it is read."
         early = self.model.early_pooled(state, state.lengths - 1)
         if early is None:
@@ -247,7 +250,7 @@ class _Contract:
         lengths = torch.tensor([len(prefix) for prefix in prefixes], device=longest.device)
         padded = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
         one_by_one = [self.model.loops(prefix[None], num_loops=self.depth).hidden[:, 0, -1] for prefix in prefixes]
-        together = self.model.loops(padded, lengths, self.depth, lengths - 1).hidden  # what they begin with runs once
+        together = self.model.loops(padded, lengths, self.depth, lengths - 1).hidden  # their shared prefix runs once
         whole = self.model.loops(longest[None], num_loops=self.depth).hidden[:, 0]
         wrong = (
             "What the model says at a token depends on the tokens after it, or on how many there are; it must set "
@@ -257,11 +260,11 @@ class _Contract:
         return self._agree("A token does not see what comes after it.", ours, [whole, whole], wrong)
 
     def kv_cache(self) -> Check:
-        """Rows are written token by token, at one loop, at several, and with exits, against one plain pass."""
+        """Write rows token by token at one loop, at several loops, and with exits; compare them with one plain pass."""
         if not self.model.kv_cache:
             return self._holds("It declares no KV cache, so LoopScope rejects text.")
         wrong = "A model with a KV cache is causal: earlier tokens are not run again when later ones come."
-        _require(self.model.causal, wrong)
+        _fail_unless(self.model.causal, wrong)
         plain = [self.model.loops(row[None]).logits[:, 0] for row in self.rows]
         require_vocabulary(self.model, plain[0])
         halves = {key: len(row) // 2 for key, row in enumerate(self.rows) if len(row) > 1}
@@ -282,7 +285,7 @@ class _Contract:
         return self._agree("Text written with the KV cache is that of the plain pass.", written, expected, wrong)
 
     def branches(self) -> Check:
-        """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
+        """Score two continuations of each context, with and without their own prefix, against a plain pass of each."""
         if not self.model.branches:
             return self._holds("It declares no branches, so LoopScope rejects questions with choices.")
         require_vocabulary(self.model, self._together[1])
@@ -320,7 +323,7 @@ class _Contract:
         return self.model.begin(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths)
 
     def _loops(self, rows: list[Tensor]) -> list[Tensor]:
-        """What is said after each of a few loops: [B, ...] every one."""
+        """The outputs after each loop of a few, [B, ...] each."""
         states = self.model.unroll(self._embedded(rows), self.depth)
         return [output for state in states for output in self._outputs(state)]
 
@@ -334,22 +337,22 @@ class _Contract:
 
     def _check_state(self, state: LoopState, method: str) -> None:
         wrong = f"{method} must return a LoopState, but returned a {type(state).__name__}."
-        _require(isinstance(state, LoopState), wrong)
-        for name in _tensors(state):
+        _fail_unless(isinstance(state, LoopState), wrong)
+        for name in _state_tensor_names(state):
             by_token, entries = name in state.tokenwise, len(getattr(state, name))
             what = "token" if by_token else "row (tensors that go by token are named in its `tokenwise`)"
             wrong = f"'{name}' of the state that {method} returns has {entries} entries, not one a {what}."
-            _require(entries == (sum(map(len, self.rows)) if by_token else len(self.rows)), wrong)
+            _fail_unless(entries == (sum(map(len, self.rows)) if by_token else len(self.rows)), wrong)
 
     def _holds(self, what: str, difference: float = 0.0) -> Check:
-        """By how much it was missed at most, relative to the largest number compared."""
+        """A passed check with its largest difference, relative to the largest number compared."""
         return Check("contract", what, difference, "relative", self.tolerance, True)
 
     def _agree(self, what: str, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> Check:
-        return self._holds(what, self._same(ours, theirs, wrong))
+        return self._holds(what, self._largest_difference(ours, theirs, wrong))
 
-    def _same(self, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> float:
-        """The largest difference, relative to the largest number; infinite where shapes differ or a number is none."""
+    def _largest_difference(self, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> float:
+        """The largest difference, relative to the largest number; infinite if shapes differ or a number is NaN."""
         worst = 0.0
         for mine, other in zip(ours, theirs, strict=True):
             if mine.shape != other.shape or mine.isnan().any() or other.isnan().any():
@@ -358,15 +361,16 @@ class _Contract:
             mine, other = (values.double().nan_to_num(neginf=0.0) for values in (mine, other))
             worst = max(worst, float((mine - other).abs().max() / other.abs().max().clamp(min=1e-9)))
         near = worst <= self.tolerance
-        _require(near, f"{wrong[:-1]} (a difference of {worst:.0e}, relative to the largest number).")
+        _fail_unless(near, f"{wrong[:-1]} (a difference of {worst:.0e}, relative to the largest number).")
         return worst
 
 
 def _exits_by_margin(plain: list[Tensor]) -> ExitPolicy:
-    """About half of the tokens exit before the last loop, so that later ones find some that are not cached as deep."""
+    """A margin policy under which about half of the tokens exit early, so later tokens miss some of their KV cache."""
     two = torch.cat([logits[0] for logits in plain]).float().topk(2).values
     return ExitPolicy("margin", float((two[:, 0] - two[:, 1]).median()))
 
 
-def _tensors(state: LoopState) -> list[str]:
+def _state_tensor_names(state: LoopState) -> list[str]:
+    """The names of the tensors in a loop state."""
     return [field.name for field in fields(state) if field.name != "layout"]

@@ -105,7 +105,7 @@ def _insert(options: argparse.Namespace) -> None:
     """
     find_model(options.checkpoint)
     gate = FittedGate.load(options.gate)
-    from loopscope.training.gate_fitting import write_back
+    from loopscope.training.gate_fitting import write_gate
 
-    write_back(gate, options.checkpoint, options.out)
+    write_gate(gate, options.checkpoint, options.out)
     print_note(f"{options.out} is {options.checkpoint} with the fitted gate.")

@@ -19,7 +19,8 @@ from loopscope.files import is_file, is_folder, require_file
 from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.model_identity import same_model
 from loopscope.models import checkpoint_folder
-from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, not_registered
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS
+from loopscope.models.model_settings import not_registered
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
 from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, unknown_readout

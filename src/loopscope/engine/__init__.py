@@ -1,1 +1,1 @@
-"""How do saved loops become saved time? Adaptive depth with a batch that is kept full."""
+"""How do saved loops become saved time? Requests exit early, and the engine refills the batch."""

@@ -1,7 +1,7 @@
 """How is text generated at adaptive depth? Prompts in, tokens out as they are ready, with the loops that each took.
 
-`lossless` text is full depth's, and a wavefront over depth writes it (`wavefront.py`): a token that a policy lets exit
-early is a draft, from which the text goes on, and which full depth confirms or takes back.
+`lossless` text is the text of full depth, written by a wavefront over depth (`wavefront.py`). When a policy lets a
+token exit early, the token is a draft: the text continues from it, and full depth confirms the draft or takes it back.
 
 Shapes: V vocabulary.
 """
@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from loopscope.engine.decoder import CACHE_MODES, Decoder
-from loopscope.engine.exit_decision import Integers, check_answers, check_executable
+from loopscope.engine.exit_decision import check_executable
+from loopscope.engine.logit_signals import Integers, check_answers
 from loopscope.engine.requests import check_tokens, require_vocabulary
 from loopscope.engine.sampling import Sampling, draw_tokens
 from loopscope.engine.wavefront import ConfirmedToken, Wavefront
@@ -28,7 +29,7 @@ from loopscope.trajectory_checks import as_token_row
 
 FinishReason = Literal["stop", "length"]
 MOST_ROWS = 1 << 16
-"""Texts that are written at a time, where it is not known how many there are."""
+"""Texts that are written together, if their number is not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Prompt:
     tokens
         [M] the tokens of the prompt.
     forced
-        Tokens to write next, whatever the model would write (default: none).
+        Tokens to write next, in place of the model's own choice (default: none).
     policy
         The exit rule of this prompt (default: that of all prompts).
     number
@@ -54,37 +55,37 @@ class Prompt:
     'mine'
     """
 
-    key: Any  # comes back with every token
+    key: Any  # returned with every token
     tokens: Integers
-    forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
-    policy: ExitPolicy | None = None  # of this prompt alone
-    number: int | None = None  # of its random numbers (default: its place among the prompts)
+    forced: Integers | None = None  # tokens to write next, regardless of the model's own choice
+    policy: ExitPolicy | None = None  # for this prompt alone
+    number: int | None = None  # of its random draws (default: the prompt's index)
 
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """One token as it comes."""
+    """Hold one generated token."""
 
     key: Any
     token: int
-    loops: int  # that it took until it was said; in lossless text all
-    finish_reason: FinishReason | None  # why this is the last one
-    logits: Tensor | None  # [V], where they were asked for
-    accepted: bool = False  # of lossless text: a draft that full depth confirmed
-    taken_back: int = 0  # drafts that this token stands in the place of, or that came after it
+    loops: int  # loops that the token ran; in lossless text all of them
+    finish_reason: FinishReason | None  # None unless this is the last token
+    logits: Tensor | None  # [V], if requested
+    accepted: bool = False  # in lossless text: whether full depth confirmed a draft
+    taken_back: int = 0  # drafts that this token replaces or invalidates
 
 
 @dataclass
 class GenerationStats:
-    """What generating took."""
+    """Count the tokens, loops and drafts of a generation."""
 
     tokens: int = 0
     loops: int = 0  # over all tokens
-    token_loops: int = 0  # that were run: prompts, and what the cache needed, included
-    prompt_loops: int = 0  # those of them that were tokens of prompts
-    drafted: int = 0  # of lossless text: tokens that were said early
-    accepted: int = 0  # those that full depth says, too
-    drafting_cost: float = 0.0  # of lossless text: what it took by estimate, in tokens at full depth
+    token_loops: int = 0  # tokens times loops that ran, with prompts and cache entries
+    prompt_loops: int = 0  # the part of `token_loops` that belongs to prompts
+    drafted: int = 0  # lossless text: tokens that were drafted
+    accepted: int = 0  # lossless text: drafts that full depth confirmed
+    drafting_cost: float = 0.0  # lossless text: estimated cost, in tokens at full depth
     cache_bytes: int = 0
 
     def count(self, token: Token, texts: "_ExitingTexts | Wavefront") -> None:
@@ -98,12 +99,14 @@ class GenerationStats:
 
 @dataclass(eq=False)
 class Completion:
+    """Hold the continuation of a prompt."""
+
     key: Any
     tokens: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)
     finish_reason: str = ""
-    drafted: int = 0  # of lossless text: tokens that were said early
-    accepted: int = 0  # those that full depth says, too
+    drafted: int = 0  # lossless text: tokens that were drafted
+    accepted: int = 0  # lossless text: drafts that full depth confirmed
 
 
 def generate(
@@ -228,12 +231,12 @@ def stream(
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
     usual = policy or ExitPolicy("fixed", model.num_loops)
-    # Lossless text does not depend on the policy, so that the cache that it was calibrated for does not matter.
+    # Lossless text does not depend on the policy, so the cache mode of the policy's calibration does not matter.
     here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
-    checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
+    checked: dict[int, ExitPolicy] = {}  # by id: comparing two policies is expensive
 
     def policy_of(prompt: Prompt) -> ExitPolicy:
-        """The policy that this text is written with, checked before it decides anything."""
+        """The policy of this prompt, checked before it decides anything."""
         if lossless and prompt.forced is not None:
             raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
         own = prompt.policy or usual
@@ -245,7 +248,7 @@ def stream(
         return own
 
     if isinstance(prompts, Sequence):
-        for prompt in prompts:  # before the first token, not when its turn comes
+        for prompt in prompts:  # checked before the first token, not when the prompt's turn comes
             policy_of(prompt)
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
     stats, sampling = stats or GenerationStats(), sampling or Sampling()
@@ -285,7 +288,7 @@ def stream(
 
 
 class _Text:
-    """A prompt that is being continued."""
+    """Follow a prompt while it is continued: its tokens so far, and its budget."""
 
     def __init__(self, prompt: Prompt, token_budget: int) -> None:
         self.prompt, self.token_budget = prompt, token_budget
@@ -299,7 +302,7 @@ class _Text:
 
 
 class _ExitingTexts(Decoder):
-    """Rows of text whose tokens are said as they exit."""
+    """Decode rows of text whose tokens are returned as they exit."""
 
     cost = 0.0
 
@@ -308,26 +311,26 @@ class _ExitingTexts(Decoder):
         self._sampling = sampling
         self._draws: dict[int, np.random.Generator] = {}
         self._forced: dict[int, Iterator[int]] = {}
-        self._exited: dict[int, int] = {}  # the rows whose token has exited, and what they go on with
+        self._exited: dict[int, int] = {}  # the rows whose token has exited, with their next token
 
     def begin(self, row: int, tokens: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
-        """A row begins with a prompt; `number` is that of its random numbers."""
+        """Start a row with a prompt; `number` is that of its random draws."""
         self.prefill(row, tokens, policy, budget)
         self._draws[row] = np.random.Generator(np.random.Philox(key=[self._sampling.seed, number]))
         self._forced[row] = iter(())
 
     def force(self, row: int, tokens: Integers) -> None:
-        """A row says these tokens, whatever the model would say."""
+        """Force a row to continue with these tokens, regardless of the model's own choice."""
         self._forced[row] = iter(tokens.tolist())
 
     def end(self, row: int) -> int:
-        """A row is finished; of its drafts none was given."""
+        """Finish a row; return the number of its drafts that were not returned."""
         del self._exited[row]
         self.finish(row)
         return 0
 
     def advance(self) -> list[ConfirmedToken]:
-        """One loop of every row, after those that have said something go on; the tokens that exit."""
+        """Continue the rows that returned a token, run one loop of every row, and return the tokens that exit."""
         if self._exited:
             self.append([*self._exited], [*self._exited.values()])
         exits = self.step()
@@ -346,7 +349,7 @@ class _ExitingTexts(Decoder):
 
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
-    """How many tokens may follow a prompt; rejects a prompt that the model cannot take."""
+    """The number of tokens that may follow a prompt; rejects a prompt that the model cannot take."""
     tokens = as_token_row(prompt.tokens, "A prompt")
     if prompt.forced is not None:
         tokens = np.concatenate((tokens, as_token_row(prompt.forced, "What is forced after a prompt")))
@@ -356,7 +359,7 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
 
 
 class StopStrings:
-    """Keeps the texts, and sees the strings that end them; what comes before `think_end` is no part of a text."""
+    """Keep generated texts, and detect the strings that end them; text up to `think_end` is no part of the answer."""
 
     def __init__(self, tokenizer: Any, until: Sequence[str], think_end: str | None = None) -> None:
         self._tokenizer, self._until, self._think_end = tokenizer, list(until), think_end
@@ -364,7 +367,7 @@ class StopStrings:
         self._texts: dict[int, Detokenizer] = {}
 
     def __call__(self, key: int, token: int) -> bool:
-        """Whether the text ends with this token of it."""
+        """Whether this token ends its text."""
         stream = self._texts.setdefault(key, Detokenizer(self._tokenizer))
         new = stream.add(token)
         if not new or not self._ended(stream.text[-len(new) - self._longest :]):
@@ -373,12 +376,12 @@ class StopStrings:
         return (self._think_end is None or self._think_end in text) and self._ended(self._answer(text))
 
     def text(self, key: int, ends: Collection[int]) -> str:
-        """Up to the first string, or the token, that ended it."""
+        """The text up to the first stop string, or up to the token that ended it."""
         tokens = self._texts[key].tokens
         return self._cut(self._answer(decode(self._tokenizer, tokens[:-1] if tokens[-1] in ends else tokens)))
 
     def sure(self, key: int) -> str:
-        """The text so far, without what may be the beginning of a string that ends it."""
+        """The text so far, without an end that may be the beginning of a stop string."""
         text = self._cut(self._answer(self._texts[key].text))
         for count in range(min(self._longest - 1, len(text)), 0, -1):
             if any(string.startswith(text[-count:]) for string in self._until):
@@ -386,11 +389,11 @@ class StopStrings:
         return text
 
     def forget(self, key: int) -> None:
-        """A text that is not asked for again."""
+        """Forget a text that is not needed again."""
         self._texts.pop(key, None)
 
     def _cut(self, text: str) -> str:
-        """Before the first of the strings in it, whichever was named first."""
+        """The text before the first stop string in it, in any order of the stop strings."""
         ends = [place for string in self._until if (place := text.find(string)) >= 0]
         return text[: min(ends, default=len(text))]
 

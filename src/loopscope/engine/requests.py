@@ -1,8 +1,8 @@
-"""What is asked of the engine, and how do requests go through a model together?
+"""What is a request to the engine, and how do requests run through a model together?
 
 A request is one row of tokens, or a question whose choices all continue one context. Requests run as the rows of one
-packed state, each with its choices as branches. A prefix that several requests share runs once for all of them, and no
-further than the deepest of them.
+packed state, each with its choices as branches. A prefix that several requests share runs once for all of them, only as
+deep as the deepest of them.
 
 Shapes: N requests, S states, C choices, D width, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_decision import Array, Integers, check_finite
+from loopscope.engine.logit_signals import Array, Integers, check_finite
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
@@ -28,16 +28,16 @@ from loopscope.tasks import Examples
 from loopscope.trajectory_checks import as_array, as_token_row
 
 _MAX_LOGITS = 1 << 26
-"""Logits that are held at a time."""
+"""Logits that are in memory at a time."""
 
 
 class ScoredTokens(NamedTuple):
-    """The tokens of a question that are scored, in the order of its choices."""
+    """Hold the scored tokens of a question, in the order of its choices."""
 
-    places: Integers  # where in the question's row each is predicted
-    ends: Integers  # where it stands, if choices are whole
+    places: Integers  # the position in the question's row at which each token is predicted
+    ends: Integers  # the token's own position, if choices are whole
     tokens: Integers
-    choices: Integers  # whose they are
+    choices: Integers  # the choice of each token
 
 
 @dataclass(eq=False)
@@ -75,14 +75,14 @@ class Request:
     'mine'
     """
 
-    key: Any  # comes back with the answer
+    key: Any  # returned with the answer
     rows: Sequence[Integers]
     scored: Sequence[int] = ()
     norms: Sequence[float] = ()
     shared: int = 0
     whole: bool = False
     score: Score | None = None
-    trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
+    trunk: int = field(init=False)  # tokens that all rows share before the scored tokens
 
     def __post_init__(self) -> None:
         if all(np.ndim(row) == 0 for row in self.rows):
@@ -204,20 +204,20 @@ def choices(
 
 
 def task_requests(examples: Examples) -> Iterator[Request]:
-    """One request an example; its number is the key."""
+    """One request per example of a task, with its index as key."""
     for key, (tokens, length) in enumerate(zip(examples.tokens, examples.lengths.tolist(), strict=True)):
         yield Request(key, (tokens[:length],))
 
 
 class PrefixCache:
-    """The keys and values of the prefixes that requests share, of every loop that was needed."""
+    """Keep the KV caches of prefixes that requests share, at every loop that a request needed."""
 
     def __init__(self, model: LoopedModel, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._prefixes: dict[bytes, _Prefix] = {}
+        self._prefixes: dict[bytes, _CachedPrefix] = {}
 
     def shared_prefix(self, requests: Requests, loops: Integers) -> SharedPrefix | None:
-        """What stands before these requests, which are about to go through these loops."""
+        """The KV cache of the prefixes of these requests, which are about to run these loops."""
         if not any(request.shared for request in requests):
             return None
         kv_caches: NDArray[np.object_] = np.full(len(requests), None, dtype=object)
@@ -225,18 +225,18 @@ class PrefixCache:
             if request.shared:
                 if request.prefix not in self._prefixes:
                     tokens = request.rows[0][: request.shared]
-                    self._prefixes[request.prefix] = _Prefix(self._model, tokens, self._device)
+                    self._prefixes[request.prefix] = _CachedPrefix(self._model, tokens, self._device)
                 kv_caches[place] = self._prefixes[request.prefix].run_to(loop)
         return SharedPrefix(kv_caches, np.array([request.shared for request in requests]), loops)
 
     def evict_unused(self, requests: Requests) -> None:
-        """Forgets the prefixes that none of these requests begins with."""
+        """Forget the prefixes that none of these requests begins with."""
         needed = {request.prefix for request in requests}
         self._prefixes = {name: prefix for name, prefix in self._prefixes.items() if name in needed}
 
 
-class _Prefix:
-    """One prefix, which has been through some loops."""
+class _CachedPrefix:
+    """Hold the KV cache of one shared prefix, up to the loop that it has run."""
 
     def __init__(self, model: LoopedModel, tokens: Integers, device: torch.device) -> None:
         self._model, self._loop = model, 0
@@ -245,7 +245,7 @@ class _Prefix:
         self._state = model.begin_packed(upload(tokens, device), layout)
 
     def run_to(self, loop: int) -> KVCache:
-        """Goes on to this loop, if it is not there yet."""
+        """Run the prefix up to this loop, unless it has run it already."""
         while self._loop < loop:
             self._loop += 1
             self._state = self._model.step(self._state.with_cache(self._appending()))
@@ -261,7 +261,7 @@ class _Prefix:
 def embed_requests(
     model: LoopedModel, requests: Requests, device: torch.device, prefix_cache: PrefixCache
 ) -> LoopState:
-    """The requests before their first loop."""
+    """Pack requests into the state before their first loop."""
     lengths = np.array([len(request.tokens) for request in requests])
     branches = None
     if requests[0].scored:
@@ -274,12 +274,12 @@ def embed_requests(
 
 
 def trunk_ends(state: LoopState) -> Tensor:
-    """[N] where every row is read: at the end of its trunk."""
+    """[N] the position at which every row is read: the end of its trunk."""
     return state.layout.trunks - 1
 
 
 def decision_states(model: LoopedModel, state: LoopState, requests: Requests, mean: bool = False) -> Tensor:
-    """[N, D] the pooled states that decide: at the ends of the trunks, or averaged over the scored tokens."""
+    """[N, D] the pooled states that a policy reads: at the ends of the trunks, or averaged over the scored tokens."""
     if not mean:
         return model.pooled(state, trunk_ends(state))
     if not all(request.whole for request in requests):
@@ -297,17 +297,17 @@ def decision_states(model: LoopedModel, state: LoopState, requests: Requests, me
 def choice_scores(
     model: LoopedModel, state: LoopState, requests: Requests, divided: bool = True, greedy: bool = False
 ) -> tuple[Array, NDArray[np.bool_] | None]:
-    """[N, C] the log-probability of every choice (by its norm), -inf where a question has fewer choices.
+    """[N, C] the log-probability of every choice (divided by its norm), -inf where a question has fewer choices.
 
-    With `greedy`, also [N, C] whether every token of a choice is the likeliest there. `requests` are those of the rows
-    of `state`, in that order.
+    With `greedy`, also [N, C] whether greedy decoding would write the choice. `requests` are in the order of the rows
+    of `state`.
     """
     device, scored = state.hidden.device, [request.prediction for request in requests]
     places = np.concatenate([start + part.places for start, part in zip(state.layout.host_starts, scored, strict=True)])
     owners = np.repeat(np.arange(len(requests)), [len(part.tokens) for part in scored])
     choice = np.concatenate([part.choices for part in scored])
     targets = upload(np.concatenate([part.tokens for part in scored]), device)
-    where, which = np.unique(places, return_inverse=True)  # all choices begin at one place
+    where, which = np.unique(places, return_inverse=True)  # all choices begin at one position
     read = model.head_input(state).index_select(0, upload(where, device))
     likeliest = torch.empty_like(targets) if greedy else None
     values = [log_likelihoods(model, read, which, targets, likeliest)]
@@ -329,13 +329,13 @@ def choice_scores(
 
 
 def check_tokens(model: LoopedModel, tokens: Integers, what: str) -> None:
-    """Rejects tokens that the model does not have."""
+    """Reject tokens outside the model's vocabulary."""
     if tokens.min() < 0 or tokens.max() >= model.vocab_size:
         raise UserError(f"{what} has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
 
 
 def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
-    """Rejects answers that are no tokens where tokens are needed."""
+    """Reject a model whose classes are not the tokens of its vocabulary, if a request needs tokens."""
     if logits.shape[-1] != model.vocab_size:
         raise UserError(
             f"The model answers with {logits.shape[-1]} classes and has {model.vocab_size} tokens, so that it can "
@@ -346,10 +346,10 @@ def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
 def log_likelihoods(
     model: LoopedModel, read: Tensor, which: Integers, targets: Tensor, likeliest: Tensor | None = None
 ) -> Tensor:
-    """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says, in float64.
+    """[P] the log-probabilities of target tokens in float64, each read from the state `which` [P] of `read` [U, D].
 
-    `likeliest` [P], if it is given, is filled with the tokens that have the highest one. NaN where logits are not
-    finite: an infinite one leaves the others a probability of 0, which would look like an answer.
+    `likeliest` [P], if given, is filled with the likeliest tokens. The result is NaN where logits are not finite: an
+    infinite logit gives all other tokens the probability 0, which would look like an answer.
     """
     chunk = max(1, _MAX_LOGITS // model.vocab_size)
     normaliser, chosen = [], read.new_empty(len(which), dtype=accumulator(read.device))

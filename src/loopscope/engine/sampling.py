@@ -1,7 +1,7 @@
-"""Which token comes next? The likeliest, or one that is drawn.
+"""Which token comes next? The likeliest, or a random draw.
 
-A draft of lossless text is drawn as full depth draws: by a race in which every token has a time of its own, the same at
-every loop. So a draft stands if both loops see the same token win, and the text is full depth's whatever was drafted.
+A draft of lossless text is drawn as full depth draws: by a race in which every token has its own random time, the same
+at every loop. A draft is accepted if the same token wins at both loops, so drafts never change the text of full depth.
 
 Shapes: n rows, V vocabulary.
 """
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.engine.exit_decision import NO_ANSWER, check_answers
+from loopscope.engine.logit_signals import NO_ANSWER, check_answers
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Temperature 0 takes the likeliest token."""
+    """Choose how tokens are drawn; temperature 0 takes the likeliest token."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: of all tokens
@@ -36,46 +36,46 @@ class Sampling:
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
-    """A token of every row of logits [n, V], drawn with one number of the row's own."""
-    shares = _shares(logits, sampling)
+    """Draw a token for every row of logits [n, V], with one number from each row's own generator."""
+    shares = _probabilities(logits, sampling)
     drawn = upload(torch.tensor([own.random() for own in draws], dtype=shares.dtype), shares.device)
     summed = shares.cumsum(-1)
     reached = summed > drawn[:, None] * summed[:, -1:]
-    tokens = torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
-    return _fetched(tokens.masked_fill(~summed[:, -1].isfinite(), NO_ANSWER))
+    tokens = torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # if rounding leaves none
+    return _tokens_to_host(tokens.masked_fill(~summed[:, -1].isfinite(), NO_ANSWER))
 
 
 def race_times(sampling: Sampling, number: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
-    """[V] by which the next token after a position of a prompt's text is drawn, whatever was drawn elsewhere."""
+    """[V] the random times of the race for the token after a position of a prompt, independent of all other draws."""
     bits = np.random.Philox(key=[sampling.seed, number], counter=[0, 0, 0, 1 + position])
     times = torch.from_numpy(np.random.Generator(bits).standard_exponential(vocab_size))
     return upload(times.to(accumulator(device)), device)
 
 
-def race(logits: Tensor, times: Tensor, sampling: Sampling) -> list[int]:
-    """The token of every row of logits [n, V] that is first: each takes its exponential time [n, V] by its share.
+def race_winners(logits: Tensor, times: Tensor, sampling: Sampling) -> list[int]:
+    """The winner for every row of logits [n, V]: the token with the least exponential time [n, V] over its probability.
 
-    The first is a token with the probability of its share. With the same times, shares that are nearly the same have
-    nearly always the same one.
+    A token wins with its own probability. With the same times, nearly equal probabilities nearly always have the same
+    winner.
     """
-    shares = _shares(logits, sampling)
+    shares = _probabilities(logits, sampling)
     first = (shares / times).argmax(-1)
-    return _fetched(first.masked_fill(~shares.sum(-1).isfinite(), NO_ANSWER))
+    return _tokens_to_host(first.masked_fill(~shares.sum(-1).isfinite(), NO_ANSWER))
 
 
-def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[n, V] the share of every token, by token; NaN where logits are not finite."""
+def _probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[n, V] the probability of every token under the sampling; NaN where logits are not finite."""
     scaled = logits.to(accumulator(logits.device)) / sampling.temperature
     size = scaled.shape[-1]
     top_k = min(sampling.top_k or size, size)
     if top_k < size:
-        likeliest = _likeliest(scaled, top_k)
+        likeliest = _among_likeliest(scaled, top_k)
         scaled = scaled.masked_fill(~likeliest, -torch.inf)
     shares = scaled.softmax(-1)
     if sampling.top_p == 1:
         return shares
     tokens = torch.arange(size, device=scaled.device).expand_as(scaled)
-    if top_k < size:  # there is nothing else to be sorted
+    if top_k < size:  # else nothing needs sorting
         tokens = tokens.masked_fill(~likeliest, size).topk(top_k, largest=False).values
     ordered, order = shares.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True), 0.0)
@@ -83,14 +83,15 @@ def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.zeros_like(shares).scatter_(1, tokens.gather(1, order), ordered)
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """[n, V] whether a token is among so many; of equal ones the first are, whatever stands beside them."""
+def _among_likeliest(logits: Tensor, count: int) -> Tensor:
+    """[n, V] whether a token is among the `count` likeliest; of equal logits the first tokens count."""
     least = logits.topk(count).values[:, -1:]
-    above = ~(logits <= least)  # a NaN, too, which shows in the shares then
+    above = ~(logits <= least)  # NaN counts as likelier, so that it shows in the probabilities
     equal = logits == least
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-def _fetched(tokens: Tensor) -> list[int]:
+def _tokens_to_host(tokens: Tensor) -> list[int]:
+    """Copy drawn tokens to the host; reject `NO_ANSWER`."""
     found: list[int] = check_answers(tokens.cpu().numpy()).tolist()
     return found

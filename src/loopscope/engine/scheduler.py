@@ -1,18 +1,16 @@
-"""The scheduler: every request runs until its policy says stop, and the batch is kept full.
+"""How do requests share a batch? Each runs until its policy lets it exit, and the next request takes its place.
 
-A request that exits is answered at once, and its slots go to the next in the queue. The block is the same at every
-depth, so rows at different loops share a batch; rows of different lengths are packed. Only what the policy's signal
-needs is computed at every loop; logits beyond that only for the requests that exit. Where a model divides its loops
-(`early_pooled`), rows that exit do not run the rest of their last one. The choices of a question branch off from its
-context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends on its
-neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay` counts where
-it is not.
+When a request exits, the scheduler returns its answer, and gives its place to the next request in the queue. The block
+is the same at every depth, so rows at different loops share a batch; rows of different lengths are packed. Every loop
+computes only the inputs of the policy's signal, and logits beyond these only for the requests that exit. If a model
+divides its loops (`early_pooled`), rows that exit skip the rest of their last loop. The choices of a question branch
+off from its context, which runs once, only as deep as the question. The outputs of a request do not depend on its
+neighbours, so a decision equals the policy's replay on a recording (`replay_agreement.py`).
 
 Shapes: N active requests, T loops, D width, V vocabulary, C choices.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -23,7 +21,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_decision import Array, ExitDecision, Integers, check_executable, not_finite, to_host
+from loopscope.engine.exit_decision import ExitDecision, check_executable
+from loopscope.engine.logit_signals import Array, Integers, not_finite
 from loopscope.engine.requests import (
     PrefixCache,
     Request,
@@ -34,16 +33,11 @@ from loopscope.engine.requests import (
     trunk_ends,
 )
 from loopscope.errors import UserError
-from loopscope.models.device import upload
+from loopscope.models.device import to_host, upload
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.policy import ExitPolicy
 from loopscope.scope import Scope, StateRead
-from loopscope.threshold_grids import is_whole
-from loopscope.trajectory import Trajectory
 from loopscope.trajectory_checks import as_token_row
-
-_CLOSE = 1e-5
-"""How near (relative) a signal comes to the threshold where rounding may decide."""
 
 
 class Answer(msgspec.Struct, frozen=True, eq=False):
@@ -58,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True, eq=False):
     logits
         [V] class logits, or [C] scores of the choices of a question.
     greedy
-        [C] whether the model would write each choice itself; None if nobody asked.
+        [C] whether greedy decoding would write each choice; None unless `run` was called with `greedy`.
 
     Examples
     --------
@@ -68,9 +62,9 @@ class Answer(msgspec.Struct, frozen=True, eq=False):
     """
 
     key: Any
-    loop: int  # the loop at which the request stopped
+    loop: int  # the loop at which the request exited
     logits: NDArray[np.float32]  # [V], or [C] for a question with choices
-    greedy: NDArray[np.bool_] | None = None  # [C] where it was asked for: the choice is what greedy decoding would say
+    greedy: NDArray[np.bool_] | None = None  # [C] if requested: whether greedy decoding would write the choice
 
     @property
     def prediction(self) -> int:
@@ -136,15 +130,15 @@ def run(
     check_executable(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitDecision(model, policy, num_loops, on_device=False), mean, greedy)
-    waiting = _requests(inputs)
-    held: Request | None = None  # did not fit any more
+    waiting = _as_requests(inputs)
+    held: Request | None = None  # did not fit into the last batch
     invalid: UserError | None = None
     while True:
         room = batch_size - batch.count
         if batch_tokens is None:
             new = list(islice(waiting, room))
         else:
-            new, held = _fitting(waiting, held, room, batch_tokens - batch.tokens, not batch.count)
+            new, held = _take_fitting(waiting, held, room, batch_tokens - batch.tokens, not batch.count)
         new, error = batch.checked(new)
         if error is not None:
             invalid, waiting, held = error, iter(()), None
@@ -157,16 +151,16 @@ def run(
         raise failure
 
 
-def _requests(inputs: Iterable[Request | ArrayLike]) -> Iterator[Request]:
-    """Requests as they are; a row of tokens becomes one, whose key is its place."""
+def _as_requests(inputs: Iterable[Request | ArrayLike]) -> Iterator[Request]:
+    """Turn rows of tokens into requests, with their index as key; requests stay as they are."""
     for place, given in enumerate(inputs):
         yield given if isinstance(given, Request) else Request(place, [as_token_row(given, "A row of tokens")])
 
 
-def _fitting(
+def _take_fitting(
     waiting: Iterator[Request], held: Request | None, room: int, tokens: int, alone: bool
 ) -> tuple[list[Request], Request | None]:
-    """As many of those that wait as there is room for, and the first that has too many tokens; `alone` it may run."""
+    """Take the waiting requests that fit into the batch, and the first that is too long (`alone` it may run)."""
     new: list[Request] = []
     while len(new) < room and (request := held or next(waiting, None)) is not None:
         held = None
@@ -178,7 +172,7 @@ def _fitting(
 
 
 def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
-    """Answers whose keys count from 0, in that order; only those that came too early are held."""
+    """Answers in the order of their keys, which count from 0; answers that come too early are held."""
     early: dict[int, Answer] = {}
     expected = 0
     for answer in answers:
@@ -189,30 +183,30 @@ def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
 
 
 class _RunningBatch:
-    """The requests that are running."""
+    """Run a batch of requests, one loop at a time."""
 
     def __init__(self, model: LoopedModel, decision: ExitDecision, mean: bool, greedy: bool) -> None:
         self._model, self._decision, self._mean, self._greedy = model, decision, mean, greedy
         self._device = next(model.parameters()).device
         self._prefix_cache = PrefixCache(model, self._device)
-        self._state: LoopState | None = None  # of the requests, and of those that have just left
-        self._requests: Array = np.empty(0, dtype=object)  # [N]; `_decision.rows` say where they lie in the state
-        self._loops: Integers = np.empty(0, dtype=np.int64)  # [N] that they have been through
+        self._state: LoopState | None = None  # of the running requests, and of those that have just exited
+        self._as_requests: Array = np.empty(0, dtype=object)  # [N]; `_decision.rows` are their rows of the state
+        self._loops: Integers = np.empty(0, dtype=np.int64)  # [N] loops that they have run
         self._questions: bool | None = None
-        self._shares = False  # whether some begin alike
+        self._shares = False  # whether some requests share a prefix
         self.failure: UserError | None = None
-        """Why a request could not be answered; those beside it are."""
+        """The error of a request that could not be answered; its neighbours are answered."""
 
     @property
     def count(self) -> int:
-        return len(self._requests)
+        return len(self._as_requests)
 
     @property
     def tokens(self) -> int:
-        return sum(len(request.tokens) for request in self._requests)
+        return sum(len(request.tokens) for request in self._as_requests)
 
     def checked(self, new: list[Request]) -> tuple[list[Request], UserError | None]:
-        """Those before the first that the model cannot take, or not with those before it, and why it cannot."""
+        """The requests before the first that the model cannot take, alone or with the others, and the error for it."""
         try:
             self._check_together(new)
         except UserError:
@@ -224,7 +218,7 @@ class _RunningBatch:
         return new, None
 
     def _check_together(self, new: list[Request]) -> None:
-        """Single rows are looked at as one array: one by one takes a twentieth of a small model's time."""
+        """Check plain rows as one array: checking them one by one takes a twentieth of a small model's time."""
         if not new or any(request.scored or request.shared or request.score for request in new):
             for request in new:
                 self._check(request)
@@ -261,22 +255,22 @@ class _RunningBatch:
 
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
-        """One loop of everybody, with these requests added; answers the requests that exit."""
+        """Add new requests, run one loop of all, and return the answers of the requests that exit."""
         state = self._gather(new)
         self._loops = self._loops + 1
         if self._shares:
-            self._prefix_cache.evict_unused(self._requests)
-            state = state.with_cache(self._prefix_cache.shared_prefix(self._requests, self._loops))
+            self._prefix_cache.evict_unused(self._as_requests)
+            state = state.with_cache(self._prefix_cache.shared_prefix(self._as_requests, self._loops))
         begun = None if self._must_run_whole else self._model.early_pooled(state, trunk_ends(state))
         pooled, state = (None, self._model.step(state)) if begun is None else begun
         self._decision.rows = np.arange(self.count)
-        outputs = _LoopOutputs(self._model, state, self._requests, self._mean, pooled)
+        outputs = _LoopOutputs(self._model, state, self._as_requests, self._mean, pooled)
         logits = outputs.logits if self._decision.reads_logits else None
         exits = self._decision.exits(self._loops, logits, lambda: outputs.pooled)
         answers = list(self._answers(outputs, np.flatnonzero(exits))) if exits.any() else []
         if exits.any():
             self._decision.keep(~exits)
-            self._requests, self._loops = self._requests[~exits], self._loops[~exits]
+            self._as_requests, self._loops = self._as_requests[~exits], self._loops[~exits]
         if begun is not None and self.count:
             state = self._model.finish_step(state.take(self._decision.rows) if exits.any() else state)
             self._decision.rows = np.arange(self.count)
@@ -285,19 +279,19 @@ class _RunningBatch:
 
     @property
     def _must_run_whole(self) -> bool:
-        """Whether all rows need all of the loop: nobody may exit, or more is read of who does than one state."""
+        """Whether all rows must run the whole loop: no row may exit, or an answer reads more than one state."""
         return bool(self._questions or self._shares or (self._loops < self._decision.first_exit).all())
 
     def _answers(self, outputs: "_LoopOutputs", leaving: Integers) -> Iterator[Answer]:
-        """The answers of these requests; one whose logits are not finite has none."""
+        """The answers of these requests; a request whose logits are not finite gets none."""
         greedy = None
         if self._greedy and self._questions:
             scores, greedy = outputs.scores(leaving, greedy=True)
             logits = scores.astype(np.float32)
         else:
             logits = outputs.logits_of(leaving)
-        requests, loops = self._requests[leaving].tolist(), self._loops[leaving].tolist()
-        if self._questions:  # whose scores were checked
+        requests, loops = self._as_requests[leaving].tolist(), self._loops[leaving].tolist()
+        if self._questions:  # the scores of questions are already checked
             for place, (request, loop) in enumerate(zip(requests, loops, strict=True)):
                 width = len(request.rows)
                 same = None if greedy is None else greedy[place, :width]
@@ -311,9 +305,9 @@ class _RunningBatch:
                 yield Answer(request.key, loop, row)
 
     def _gather(self, new: list[Request]) -> LoopState:
-        """The state of the requests that stay and of new ones, by length: that leaves the fewest cells empty.
+        """The state of the remaining and the new requests, sorted by length, which leaves the least padding.
 
-        Requests with a common beginning stand together, and among them those at one loop.
+        Requests that share a prefix are neighbours, and among them requests at the same loop.
         """
         states = [] if self._state is None or not self.count else [self._state]
         if new:
@@ -321,116 +315,56 @@ class _RunningBatch:
             states.append(embed_requests(self._model, new, self._device, self._prefix_cache))
             self._decision.admit(np.arange(first, first + len(new)))
             self._loops = np.concatenate((self._loops, np.zeros(len(new), dtype=np.int64)))
-            self._requests = np.concatenate((self._requests, np.fromiter(new, dtype=object, count=len(new))))
+            self._as_requests = np.concatenate((self._as_requests, np.fromiter(new, dtype=object, count=len(new))))
             self._shares = self._shares or any(request.shared for request in new)
         elif self.count == len(states[0].loop):
-            return states[0]  # nobody came, nobody left
+            return states[0]  # no request came or left
         state = states[0] if len(states) == 1 else type(states[0]).join(states)
         keys = [state.layout.host_lengths[self._decision.rows]]
         if self._shares:
-            prefixes = [request.prefix for request in self._requests]
+            prefixes = [request.prefix for request in self._as_requests]
             keys += [self._loops, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]]
         order = np.lexsort(keys)
-        self._requests, self._loops = self._requests[order], self._loops[order]
+        self._as_requests, self._loops = self._as_requests[order], self._loops[order]
         self._decision.reorder(order)
         return state.take(self._decision.rows)
 
 
 class _LoopOutputs:
-    """What the active requests say after a loop; each part is computed when it is asked for."""
+    """Hold the outputs of the active requests after a loop; each part is computed when it is first needed."""
 
     def __init__(
         self, model: LoopedModel, state: LoopState, requests: Array, mean: bool, pooled: Tensor | None = None
     ) -> None:
-        self._model, self._state, self._requests, self._pooled = model, state, requests, pooled
+        self._model, self._state, self._as_requests, self._pooled = model, state, requests, pooled
         self._questions = bool(requests[0].scored)
         self._mean = mean and self._questions
 
     @cached_property
     def pooled(self) -> Tensor:
-        """[N, D]"""
+        """[N, D] the pooled states."""
         if self._pooled is not None:
             return self._pooled
-        return decision_states(self._model, self._state, self._requests, self._mean)
+        return decision_states(self._model, self._state, self._as_requests, self._mean)
 
     @cached_property
     def logits(self) -> Array:
-        """[N, V], or [N, C] in the precision of a recording."""
+        """[N, V] logits, or [N, C] scores in the precision of a recording."""
         if self._questions:
-            return self.scores(np.arange(len(self._requests)))[0].astype(np.float32)
+            return self.scores(np.arange(len(self._as_requests)))[0].astype(np.float32)
         if self._model.head_attends:
             return to_host(self._model.predict(self._model.head_input(self._state, trunk_ends(self._state))))
         return to_host(self._model.predict(self.pooled))
 
     def logits_of(self, chosen: Integers) -> Array:
-        """[n, V], or [n, C], of these requests."""
-        if "logits" in self.__dict__ or len(chosen) == len(self._requests):
+        """[n, V] logits, or [n, C] scores, of these requests."""
+        if "logits" in self.__dict__ or len(chosen) == len(self._as_requests):
             return self.logits[chosen]
         if self._questions or self._model.head_attends:
-            return _LoopOutputs(self._model, self._state.take(chosen), self._requests[chosen], self._mean).logits
+            return _LoopOutputs(self._model, self._state.take(chosen), self._as_requests[chosen], self._mean).logits
         return to_host(self._model.predict(self.pooled.index_select(0, upload(chosen, self.pooled.device))))
 
     def scores(self, chosen: Integers, greedy: bool = False) -> tuple[Array, Array | None]:
-        """[n, C] of these questions, and whether greedy decoding would say each choice."""
-        state = self._state if len(chosen) == len(self._requests) else self._state.take(chosen)
-        return choice_scores(self._model, state, self._requests[chosen], greedy=greedy)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How many examples there are, and in how many of them live running and replay differ."""
-
-    examples: int
-    close: int  # whose signal comes within 1e-5 (relative) of the threshold before they exit: these may differ
-    close_differing: int  # of these, the exits or predictions that do, by decisions that are so close
-    differing: int  # what differs otherwise: there should be none
-    accuracy: float  # of the live answers
-    replayed_accuracy: float
-    average_loops: float
-    replayed_average_loops: float
-
-
-def compare_with_replay(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajectory) -> Agreement:
-    """Answers whose keys are row numbers of `trajectory`, against the policy's replay on it."""
-    loops = np.zeros(trajectory.num_examples, dtype=np.int64)
-    predicted = np.zeros_like(loops)
-    for answer in answers:
-        loops[answer.key], predicted[answer.key] = answer.loop, answer.prediction
-    replayed = policy.exit_loops(trajectory)
-    rows = np.arange(len(loops))
-    differing = (loops != replayed) | (predicted != trajectory.predicted[rows, replayed - 1])
-    near = _near(policy, trajectory, _CLOSE)
-    close = _before_exit(near, np.maximum(loops, replayed))
-    # Other decisions at near loops alone must lead to these exits; what is clear is as in the replay.
-    clear = near if policy.fixed_depth is not None else policy.stops(trajectory) & ~near
-    exits = (loops == near.shape[1]) | near[rows, loops - 1] | clear[rows, loops - 1]
-    passed = np.arange(1, near.shape[1] + 1) < loops[:, None]
-    excused = close & exits & ~(clear & passed).any(axis=1)
-    return Agreement(
-        examples=len(loops),
-        close=int(close.sum()),
-        close_differing=int((differing & excused).sum()),
-        differing=int((differing & ~excused).sum()),
-        accuracy=float((predicted == trajectory.required_labels).mean()),
-        replayed_accuracy=float(trajectory.correct[rows, replayed - 1].mean()),
-        average_loops=float(loops.mean()),
-        replayed_average_loops=float(replayed.mean()),
-    )
-
-
-def close_calls(policy: ExitPolicy, trajectory: Trajectory, loops: Integers, tolerance: float) -> NDArray[np.bool_]:
-    """[N] whose signal comes so near (relative) to the threshold up to these loops that rounding may decide."""
-    return _before_exit(_near(policy, trajectory, tolerance), loops)
-
-
-def _near(policy: ExitPolicy, trajectory: Trajectory, tolerance: float) -> NDArray[np.bool_]:
-    """[N, T] where rounding may decide. Whole numbers are not rounded: one that meets the threshold is not close."""
-    threshold = None if policy.fixed_depth is not None else policy.threshold
-    if threshold is None or is_whole(values := policy.values(trajectory)):
-        return np.zeros((trajectory.num_examples, trajectory.num_loops), dtype=bool)
-    return np.abs(values - threshold) <= tolerance * abs(threshold)
-
-
-def _before_exit(near: NDArray[np.bool_], loops: Integers) -> NDArray[np.bool_]:
-    """[N] whether any loop up to these, but the last, where everybody exits, is near."""
-    return np.asarray((near & (np.arange(1, near.shape[1] + 1) <= loops[:, None]))[:, :-1].any(axis=1))
+        """[n, C] the scores of these questions, and whether greedy decoding would write each choice."""
+        state = self._state if len(chosen) == len(self._as_requests) else self._state.take(chosen)
+        return choice_scores(self._model, state, self._as_requests[chosen], greedy=greedy)

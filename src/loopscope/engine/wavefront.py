@@ -1,21 +1,21 @@
 """How is full depth's text written sooner? By a wavefront over depth: several tokens of a row, each at its own loop.
 
-The newest token says after its first loops what may come next: a draft, which begins at once, while the tokens before
-it go on. A step takes all of them some loops deeper, so the oldest comes to full depth and is verified, the newest
-drafts another, and none waits for the others:
+After its first loops, the newest token proposes the next token: a draft, which begins at once, while the tokens before
+it go on. A step runs all of them some loops deeper: the oldest token reaches full depth and is verified, the newest
+token drafts the next, and no token waits for another:
 
     step      1    2    3    4    5    6    7      the loop that each token runs, at a depth of 4
-    token a   1    2    3    4                     says b, after its last loop for good
-    token b        1    2    3    4                drafted by a's loop 1; it stands if a's loop 4 says b, too
+    token a   1    2    3    4                     proposes b, after its last loop finally
+    token b        1    2    3    4                drafted by a's loop 1; it stays if a's loop 4 proposes b, too
     token c             1    2    3    4
     token d                  1    2    3    4
 
-That is exact. A token meets at a loop the keys of that loop of all tokens before it, which were made a step earlier. If
-a token at full depth says another one than the draft after it, the draft falls, and takes along what came after it. In
-a looped model the draft is the beginning of its own verification, so that no loop of a token that stays runs twice.
+This is exact. At each loop, a token attends to the keys of that loop of all tokens before it, which an earlier step
+computed. If full depth chooses a different token than the draft, LoopScope drops the draft and all tokens after it. In
+a looped model the draft's loops are part of its verification, so no loop of a token that stays runs twice.
 
-How far apart the tokens are (`draft_spacing.py`) depends on what pays; the text does not depend on it. At a spacing of
-all loops nothing is drafted, and rows go in step through full depth.
+The spacing of the tokens (`draft_spacing.py`) depends on measured speed; the text does not depend on it. At a spacing
+of all loops no token is drafted, and all rows run full depth together.
 
 Shapes: n tokens that are read, T loops, V vocabulary.
 """
@@ -33,89 +33,90 @@ from torch import Tensor
 
 from loopscope.engine.decoder import NO_ROWS, TextRows, reordered
 from loopscope.engine.draft_spacing import MAX_MEASURED, DraftSpacing, Spacing
-from loopscope.engine.exit_decision import DecisionRows, ExitDecision, Integers, check_answers, exits_and_answers
+from loopscope.engine.exit_decision import DecisionRows, ExitDecision, exits_and_answers
+from loopscope.engine.logit_signals import Integers, check_answers
 from loopscope.engine.requests import require_vocabulary
-from loopscope.engine.sampling import Sampling, race, race_times
+from loopscope.engine.sampling import Sampling, race_times, race_winners
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
 
 
 class ConfirmedToken(NamedTuple):
-    """What full depth says after a row's last token."""
+    """Hold the token that full depth chooses after a row's last token."""
 
     row: int
     token: int
-    loops: int  # that it took: here all of them
+    loops: int  # that the token ran; in lossless text all of them
     logits: Tensor  # [V]
-    accepted: bool  # whether it was drafted before
-    taken_back: int  # drafts that fell since the one before
+    accepted: bool  # whether the token was drafted before
+    taken_back: int  # drafts that were dropped since the previous confirmed token
 
 
 @dataclass(eq=False)
-class _Flight:
-    """The tokens of a row that full depth has not said yet, and what drafts them."""
+class _RowInFlight:
+    """Hold the tokens of a row that full depth has not confirmed yet, and the decision that drafts them."""
 
-    number: int  # of its random numbers
+    number: int  # of its random draws
     budget: int  # tokens after the prompt
     policy: ExitPolicy
-    decision: ExitDecision | None  # of a policy that looks at a signal
-    confirmed: int  # tokens that full depth said, those of the prompt included
-    drafted_at: list[int] = field(default_factory=list)  # the loops after which those after them were said
-    followed: set[int] = field(default_factory=set)  # the positions that the policy was asked about
-    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # of each position what its loops said
-    times: dict[int, Tensor] = field(default_factory=dict)  # [V] of each position, where text is drawn
+    decision: ExitDecision | None  # of a policy that reads a signal
+    confirmed: int  # tokens that full depth has confirmed, with those of the prompt
+    drafted_at: list[int] = field(default_factory=list)  # the loops after which the tokens in flight were drafted
+    followed: set[int] = field(default_factory=set)  # the positions that the policy has followed
+    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # by position, the proposal of every loop
+    times: dict[int, Tensor] = field(default_factory=dict)  # [V] by position, if tokens are drawn
     fallen: int = 0
 
     def cut(self, length: int) -> None:
-        """Drafts from this position on were never said."""
+        """Drop the drafts from this position on."""
         del self.drafted_at[length - self.confirmed :]
         self.followed = {position for position in self.followed if position < length}
         self.answers = {position: each for position, each in self.answers.items() if position < length}
 
 
-class _Reads(NamedTuple):
-    """Tokens that have just come to some loop, and that may be read there."""
+class _Reached(NamedTuple):
+    """Hold tokens that have just reached some loop, and may be read there."""
 
     rows: Integers  # [n]
     positions: Integers  # [n]
     loops: Integers  # [n]
 
-    def at(self, chosen: Integers | NDArray[np.bool_] | slice) -> "_Reads":
-        return _Reads(*(each[chosen] for each in self))
+    def at(self, chosen: Integers | NDArray[np.bool_] | slice) -> "_Reached":
+        return _Reached(*(each[chosen] for each in self))
 
-    def then(self, others: "_Reads") -> "_Reads":
-        return _Reads(*(np.concatenate(pair) for pair in zip(self, others, strict=True)))
+    def then(self, others: "_Reached") -> "_Reached":
+        return _Reached(*(np.concatenate(pair) for pair in zip(self, others, strict=True)))
 
 
 class Wavefront(TextRows):
-    """Rows of lossless text."""
+    """Write rows of lossless text by a wavefront over depth."""
 
     def __init__(self, model: LoopedModel, rows: int, stop: Collection[int], sampling: Sampling) -> None:
         super().__init__(model, rows, "full", one_head_cache=True)
         self._stop, self._sampling = stop, sampling
-        self._flights: dict[int, _Flight] = {}
-        self._decisions: list[ExitDecision] = []  # one a policy that looks at a signal
+        self._flights: dict[int, _RowInFlight] = {}
+        self._decisions: list[ExitDecision] = []  # one for each policy that reads a signal
         self._spacing = DraftSpacing(model)
         self.cost = 0.0
-        """What the text took by estimate, in tokens at full depth."""
+        """The estimated cost of the text, in tokens at full depth."""
 
     def begin(self, row: int, prompt: Integers, policy: ExitPolicy, budget: int, number: int) -> None:
-        """A row begins with its prompt, which runs with the next steps; at most `budget` tokens follow."""
+        """Start a row with its prompt, which runs in the next steps; at most `budget` tokens follow."""
         self._start_row(row, prompt, budget)
         decision = None if policy.fixed_depth is not None else self._decision(policy)
-        self._flights[row] = _Flight(number, budget, policy, decision, len(prompt))
+        self._flights[row] = _RowInFlight(number, budget, policy, decision, len(prompt))
 
     def end(self, row: int) -> int:
-        """A row is finished; returns how many of its drafts full depth did not look at."""
+        """Finish a row; return the number of its drafts that full depth did not check."""
         self._ask_no_more(row)
         flight = self._flights.pop(row)
         used = [each.decision for each in self._flights.values()]
-        self._decisions = [each for each in self._decisions if each in used]  # they keep logits
+        self._decisions = [each for each in self._decisions if each in used]  # unused decisions would keep logits
         return len(flight.drafted_at)
 
     @torch.inference_mode()
     def advance(self) -> list[ConfirmedToken]:
-        """Takes every token in flight some loops deeper; the tokens that full depth says now."""
+        """Run every token in flight some loops deeper; return the tokens that full depth confirms now."""
         fixed = [flight.policy.fixed_depth for flight in self._flights.values()]
         spacing = self._spacing.choose(len(fixed), min(depth or 1 for depth in fixed), None in fixed)
         start, before = time.perf_counter(), self.token_loops
@@ -123,7 +124,7 @@ class Wavefront(TextRows):
         ahead = int((spacing.loops - loops % spacing.loops).min())
         self._run_loop(rows, loops + 1, ahead)
         run, tokens = time.perf_counter(), (self.token_loops - before) // ahead
-        reached = _Reads(rows, self._cached[rows, loops + ahead] - 1, loops + ahead)
+        reached = _Reached(rows, self._cached[rows, loops + ahead] - 1, loops + ahead)
         self._ask_about_new(reached.at(loops == 0), spacing)
         reads, logits, likeliest = self._read(reached, spacing)
         tokens_after = self._next_tokens(reads, logits, likeliest) if len(reads.rows) else []
@@ -133,9 +134,10 @@ class Wavefront(TextRows):
         return confirmed
 
     def _in_flight(self, spacing: int) -> tuple[Integers, Integers]:
-        """Rows, and the loops that some token of each has been through and goes on from.
+        """Rows, and the loops that some token of each row has run and continues from.
 
-        New tokens begin when all others have come to a multiple of the spacing: then all are read together.
+        New tokens begin when all others have reached a multiple of the spacing: then one call of the head reads all
+        tokens.
         """
         rows = np.fromiter(self._flights, dtype=np.int64)
         reached = self._cached[rows]
@@ -145,8 +147,8 @@ class Wavefront(TextRows):
             place, loops = place[loops > 0], loops[loops > 0]
         return rows[place], loops
 
-    def _ask_about_new(self, begun: _Reads, spacing: Spacing) -> None:
-        """The policies of rows follow the tokens that have just begun; where nothing is drafted, they follow none."""
+    def _ask_about_new(self, begun: _Reached, spacing: Spacing) -> None:
+        """Let the policies follow the tokens that have just begun, unless no token is drafted."""
         if spacing == self._spacing.full_depth:
             for decision in self._decisions:
                 decision.keep(np.zeros(len(decision.rows), dtype=bool))
@@ -157,10 +159,11 @@ class Wavefront(TextRows):
                 flight.followed.add(position)
                 flight.decision.admit(np.array([row]))
 
-    def _read(self, reached: _Reads, spacing: Spacing) -> tuple[_Reads, Tensor, Integers]:
-        """The tokens that say something now, their logits [n, V] and the likeliest next token [n].
+    def _read(self, reached: _Reached, spacing: Spacing) -> tuple[_Reached, Tensor, Integers]:
+        """The tokens that are read now, their logits [n, V] and the likeliest next token [n].
 
-        At full depth all do; before it those that draft, and with an early spacing those that have drafted.
+        At full depth these are all tokens; before it, tokens that draft, and with an early spacing tokens that have
+        drafted.
         """
         last = reached.positions == self._lengths[reached.rows] - 1
         final = reached.loops == self._depth
@@ -180,7 +183,7 @@ class Wavefront(TextRows):
         deciding = np.concatenate([NO_ROWS, *(places for _, places in readers)])
         others[deciding] = False
         reads = reached.at(np.concatenate((deciding, np.flatnonzero(others))))
-        if self._model.head_attends:  # a draft is read after what the head knows by now of the tokens before it
+        if self._model.head_attends:  # the head reads a draft after the tokens before it, as far as it has cached them
             early = reads.at(reads.loops < self._depth)
             self._head_cached[early.rows, early.loops] = early.positions
         logits, rows, first = self._logits(*reads), [], 0
@@ -195,9 +198,8 @@ class Wavefront(TextRows):
         found = np.flatnonzero(np.concatenate((*exits, np.ones(len(reads.rows) - first, dtype=bool))))
         return reads.at(found), reordered(logits, found), likeliest[found]
 
-    def _ask(self, reached: _Reads, last: NDArray[np.bool_]) -> tuple[list[tuple[ExitDecision, Integers]], Integers]:
-        """The decisions that look at logits, with the places of their rows' last tokens; and the places of those that
-        exit by what others look at."""
+    def _ask(self, reached: _Reached, last: NDArray[np.bool_]) -> tuple[list[tuple[ExitDecision, Integers]], Integers]:
+        """Decisions that read logits, with the indices of their rows' last tokens; and tokens that exit otherwise."""
         place_of = np.full(len(self._lengths), -1)
         place_of[reached.rows[last]] = np.flatnonzero(last)
         readers, exited = [], [NO_ROWS]
@@ -213,8 +215,8 @@ class Wavefront(TextRows):
                 exited.append(places[exits])
         return readers, np.concatenate(exited)
 
-    def _next_tokens(self, reads: _Reads, logits: Tensor, likeliest: Integers) -> list[int]:
-        """The next token by each of these logits [n, V]."""
+    def _next_tokens(self, reads: _Reached, logits: Tensor, likeliest: Integers) -> list[int]:
+        """The next token by each row of logits [n, V]: the likeliest, or the winner of its race."""
         require_vocabulary(self._model, logits)
         if self._sampling.temperature == 0:
             return check_answers(likeliest).tolist()
@@ -226,12 +228,12 @@ class Wavefront(TextRows):
                     self._sampling, flight.number, position, logits.shape[1], self._device
                 )
             times.append(flight.times[position])
-        return race(logits.float(), torch.stack(times), self._sampling)
+        return race_winners(logits.float(), torch.stack(times), self._sampling)
 
-    def _settle(self, reads: _Reads, tokens: list[int], logits: Tensor) -> list[ConfirmedToken]:
-        """What these tokens say about the next: drafts begin, stand or fall, and what full depth says is confirmed."""
+    def _settle(self, reads: _Reached, tokens: list[int], logits: Tensor) -> list[ConfirmedToken]:
+        """Start, keep or drop drafts by the tokens that were read now; return the tokens that full depth confirms."""
         confirmed = []
-        order = np.lexsort((reads.positions, reads.rows))  # of a row the older first: what falls, takes along the newer
+        order = np.lexsort((reads.positions, reads.rows))  # older tokens first: a dropped draft takes newer ones along
         cut_row = -1
         for place in order.tolist():
             row, position, loop = (int(each[place]) for each in reads)
@@ -254,7 +256,7 @@ class Wavefront(TextRows):
         return confirmed
 
     def _confirm(self, row: int, token: int, stands: bool, logits: Tensor) -> ConfirmedToken:
-        """Full depth says this token of a row, which was drafted already if it stands."""
+        """Confirm the token of a row that full depth chose; `stands` if it was drafted already."""
         flight = self._flights[row]
         position, loops = flight.confirmed - 1, self._depth
         if stands:
@@ -274,9 +276,9 @@ class Wavefront(TextRows):
         return ConfirmedToken(row, token, self._depth, logits, stands, fallen)
 
     def _may_draft(self, row: int, position: int) -> bool:
-        """Whether the token here may say early what comes next: there is room for another one after that.
+        """Whether this token may draft its successor: the budget has room for a further token after it.
 
-        A head that attends would have to read a whole prompt for it.
+        A head that attends would have to read the whole prompt for the draft.
         """
         written = int(self._lengths[row] - self._prompts[row])
         in_prompt = position < self._prompts[row]
@@ -290,12 +292,12 @@ class Wavefront(TextRows):
         return self._decisions[-1]
 
     def _ask_no_more(self, row: int) -> None:
-        """No policy follows the last token of this row any more."""
+        """Let no policy follow the last token of this row any more."""
         for decision in self._decisions:
             decision.keep(decision.rows != row)
 
     def _measure(self, ahead: int, tokens: int, begins: bool, read: int, times: tuple[float, float, float]) -> None:
-        """What a step took, which on another device than a CPU nobody knows without waiting for it."""
+        """Record the time of a step on the CPU; on other devices, measuring would wait for the device."""
         start, run, end = times
         seconds, full = self._spacing.seconds, self._spacing.token_seconds(self._spacing.full_depth, len(self._flights))
         if self._device.type == "cpu":

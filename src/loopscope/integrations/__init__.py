@@ -1,1 +1,1 @@
-"""How do other libraries run looped models? Ours inside transformers, vLLM and lm_eval, as thin as it can be."""
+"""How do other libraries run looped models? By LoopScope's models inside transformers, vLLM and lm_eval."""

@@ -1,8 +1,8 @@
-"""What do the configurations of looped checkpoints look like to transformers? As their `config.json` says, key by key.
+"""What are the configurations of looped checkpoints in transformers? Their `config.json`, key by key.
 
-The keys are those of the Hub. The networks (`loopscope.models`) say which keys they depend on, and which values they
-reject: these classes only carry them. They stand apart from the models and the Trainer because each process of vLLM
-needs them, and nothing else.
+The keys are those of the Hub. The networks (`loopscope.models`) define on which keys they depend, and which values they
+reject; these classes only hold the keys. They are separate from the models and the Trainer because every process of
+vLLM needs only the configurations.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 
 class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Base of the configurations; every key of the file is an attribute.
+    """Be the base of the configurations; every key of the file is an attribute.
 
-    A file may not name its architecture; vLLM asks for it.
+    A file may leave out its architecture, which vLLM needs.
     """
 
     architecture: ClassVar[str]
@@ -26,7 +26,7 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved
         scaling = kwargs.pop("rope_scaling", None)
-        if scaling is not None:  # what transformers 5 calls rope_parameters
+        if scaling is not None:  # transformers 5 calls it rope_parameters
             theta = {"rope_theta": kwargs.pop("rope_theta")} if "rope_theta" in kwargs else {}
             kwargs["rope_parameters"] = {**scaling, **theta, **(kwargs.get("rope_parameters") or {})}
         super().__post_init__(**kwargs)
@@ -34,10 +34,14 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class OuroPretrainedConfig(LoopedPretrainedConfig):
+    """The configuration of Ouro in transformers."""
+
     model_type, architecture = "ouro", "OuroForCausalLM"
 
 
 class HuginnPretrainedConfig(LoopedPretrainedConfig):
+    """The configuration of Huginn in transformers."""
+
     model_type, architecture = "huginn_raven", "RavenForCausalLM"
     attribute_map = {  # noqa: RUF012 - transformers' own way
         "hidden_size": "n_embd",
@@ -48,10 +52,12 @@ class HuginnPretrainedConfig(LoopedPretrainedConfig):
 
 
 class LoopedLlamaPretrainedConfig(LoopedPretrainedConfig):
+    """The configuration of a looped Llama in transformers."""
+
     model_type, architecture = "looped_llama", "LoopedLlamaForCausalLM"
 
 
 def register_configurations() -> None:
-    """Lets transformers read the configurations of looped checkpoints."""
+    """Let transformers read the configurations of looped checkpoints."""
     for kind in (OuroPretrainedConfig, HuginnPretrainedConfig, LoopedLlamaPretrainedConfig):
         AutoConfig.register(kind.model_type, kind)

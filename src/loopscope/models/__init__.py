@@ -1,3 +1,1 @@
-"""What is a looped model? The contract, the paper's looped Transformer, Ouro, Huginn, decoders that are looped, and
-checkpoints.
-"""
+"""What is a looped model? The contract, the paper's looped Transformer, Ouro, Huginn, looped decoders, checkpoints."""

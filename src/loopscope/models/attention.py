@@ -1,8 +1,8 @@
 """How do packed rows attend? To themselves, to the trunk that they branch off from, and to tokens in a KV cache.
 
-Neighbouring rows of about the same length attend as one dense batch, which may leave a few cells empty: the arithmetic
-of attention is a small part, and many small batches would cost more. Which rows attend together, what they see and
-where their outputs belong is planned once for a layout, and is the same in every layer.
+Neighbouring rows of about the same length attend as one dense batch, which may leave a few cells empty: attention is a
+small part of the arithmetic, and many small batches would cost more. LoopScope plans once for a layout which rows
+attend together, which keys they see and where their outputs go; the plan is the same in every layer.
 
 Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys, H heads, K head width.
 """
@@ -27,15 +27,14 @@ MAX_PADDING = 1.3
 MAX_SHORT = 64
 """Up to this length plain matrix products beat the fused kernel on a CPU, whose per-call work dominates there."""
 MAX_COPIED = 1 << 24
-"""Numbers of keys that are copied at a time: every row of a batch needs those of its shared prefix beside its own."""
+"""Numbers of keys that are copied at a time, when every row of a batch needs a copy of its shared prefix."""
 MAX_GATHERED = 1 << 22
 MAX_GATHERED_ON_CPU = 1 << 16
-"""Numbers of keys that are copied where that saves an attention of its own, which has a price, for rows that do not lie
-together."""
+"""Numbers of keys that are copied at most to save a separate call of attention, for rows that are not neighbours."""
 
 
 class Llama3Scaling(NamedTuple):
-    """How Llama 3 stretches rotary positions: slow pairs turn slower by `factor`, quick ones as before."""
+    """Scale rotary frequencies as Llama 3 does: slow pairs turn slower by `factor`, fast pairs as before."""
 
     factor: float
     low: float  # turns within the old context: fewer are slow
@@ -49,7 +48,7 @@ class Llama3Scaling(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Rotary positions: pairs are halves of the head apart (rotate-half), or neighbours (interleaved)."""
+    """Define rotary positions: pairs are halves of the head apart (rotate-half), or neighbours (interleaved)."""
 
     head_width: int
     theta: float
@@ -58,12 +57,12 @@ class Rotary(NamedTuple):
 
     @property
     def numbers(self) -> list[float]:
-        """From which `of` makes it again: an operator takes no more than numbers."""
+        """The numbers from which `of` restores it, since a compiled operator takes only numbers."""
         return [self.head_width, self.theta, self.interleaved, *(self.scaling or ())]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Rotary | None":
-        """None of no numbers."""
+        """Restore rotary positions from their numbers; None from none."""
         if not numbers:
             return None
         width, theta, interleaved, *scaling = numbers
@@ -71,17 +70,17 @@ class Rotary(NamedTuple):
         return cls(int(width), theta, bool(interleaved), stretched)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [B, H, M, K] turned by its positions 0, 1, .. M - 1."""
-        return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
+        """x [B, H, M, K] rotated by its positions 0, 1, .. M - 1."""
+        return self.apply_rotary(x, _rotary_table(self, x.shape[2], x.dtype, x.device))
 
     def angles(self, positions: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., K] of these positions [...], which are below `count`."""
-        longest = 1 << (count - 1).bit_length()  # a power of two: growing rows do not make a new table a token
-        cos, sin = _angles(self, longest, dtype, positions.device)
+        """cos and sin [..., K] of positions [...], all below `count`."""
+        longest = 1 << (count - 1).bit_length()  # a power of two: growing rows reuse the table
+        cos, sin = _rotary_table(self, longest, dtype, positions.device)
         return cos[positions], sin[positions]
 
     def apply_rotary(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x [..., K] turned by cos and sin."""
+        """x [..., K] rotated by cos and sin."""
         cos, sin = angles
         if self.interleaved:
             other = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
@@ -91,8 +90,8 @@ class Rotary(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [M, K], sin negative for the first of each pair; angles are float32 whatever the precision."""
+def _rotary_table(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rotary table: cos and sin [M, K], sin negative for the first of each pair, always computed in float32."""
     width, theta, interleaved, scaling = rotary
     with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
         frequencies = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
@@ -105,26 +104,26 @@ def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.devi
 
 
 def takes_fused_kernels(device: torch.device) -> bool:
-    """Whether all attention on this device goes through `scaled_dot_product_attention`, without any other way."""
+    """Whether all attention on this device uses `scaled_dot_product_attention`."""
     return device.type != "cpu"
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, H, M, K]; every token attends to itself and to what stands before it."""
+    """[B, H, M, K] the attention of every token to itself and to all tokens before it."""
     length = query.shape[-2]
     if takes_fused_kernels(query.device) or length > MAX_SHORT:
         return fused_attention(query, key, value, is_causal=True)
-    return _short_attention(query, key, value, _future(length, query.dtype))
+    return _short_attention(query, key, value, _causal_mask(length, query.dtype))
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """[B, H, M, K]; `attn_mask` [B or 1, 1, M, N] says what every token attends to (None: to all N)."""
+    """[B, H, M, K] attention by a fused kernel; `attn_mask` [B or 1, 1, M, N] limits the keys (None: all N)."""
     grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
 
 
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-    """[B, H, 1, K]: one query a row, at `positions` [B], attends to itself and to what stands before it."""
+    """[B, H, 1, K] the attention of one query a row, at `positions` [B], to its own and all earlier keys."""
     later = torch.arange(key.shape[-2], device=key.device) > positions[:, None]
     if takes_fused_kernels(query.device):
         return fused_attention(query, key, value, attn_mask=~later[:, None, None])
@@ -133,7 +132,7 @@ def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -
 
 
 def _short_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`mask` is added to the scores [B H, M, M]."""
+    """Attention of short rows by plain matrix products; `mask` is added to the scores [B H, M, M]."""
     if key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -143,24 +142,26 @@ def _short_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
 
 
 @lru_cache(maxsize=MAX_SHORT)
-def _future(length: int, dtype: torch.dtype) -> Tensor:
-    """[M, M] minus infinity where a token must not look."""
+def _causal_mask(length: int, dtype: torch.dtype) -> Tensor:
+    """[M, M] the causal mask: minus infinity for keys after the query."""
     with torch.inference_mode(False):
         return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
 
 
 class AttentionGroup(NamedTuple):
-    """Neighbouring rows that attend as one dense batch."""
+    """Hold neighbouring rows of a layout that attend as one dense batch."""
 
     rows: slice
-    cells: Tensor  # [R, M] the state in each cell; those beyond a row's end hold its last one
+    cells: Tensor  # [R, M] the state in each cell; cells beyond a row's end hold its last state
 
 
 def attention_groups(layout: Layout) -> list[AttentionGroup]:
-    return layout.compute_once("groups", partial(_attention_groups, layout))
+    """The groups of rows of a layout that attend as one dense batch, computed once."""
+    return layout.compute_once("groups", partial(_form_groups, layout))
 
 
-def _attention_groups(layout: Layout) -> list[AttentionGroup]:
+def _form_groups(layout: Layout) -> list[AttentionGroup]:
+    """Group neighbouring rows whose common batch has few empty cells."""
     lengths = layout.host_lengths
     if not len(lengths):
         return []
@@ -170,7 +171,7 @@ def _attention_groups(layout: Layout) -> list[AttentionGroup]:
         keys = np.zeros_like(lengths) if prefixes is None else prefixes.group_keys
         differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
         firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-        found = _neighbours(lengths[firsts], keys[firsts], np.diff(firsts, append=len(lengths)))
+        found = _similar_neighbours(lengths[firsts], keys[firsts], np.diff(firsts, append=len(lengths)))
     groups = []
     for rows, longest in found:
         cells = torch.arange(longest, device=layout.device).minimum(layout.lengths[rows, None] - 1)
@@ -178,8 +179,8 @@ def _attention_groups(layout: Layout) -> list[AttentionGroup]:
     return groups
 
 
-def _neighbours(lengths: Integers, keys: Integers, counts: Integers) -> list[tuple[slice, int]]:
-    """Which rows of one key leave few cells empty together, and the longest of them; `counts` rows are alike each."""
+def _similar_neighbours(lengths: Integers, keys: Integers, counts: Integers) -> list[tuple[slice, int]]:
+    """Split rows into neighbours of one key whose common batch has few empty cells, with their longest row."""
     found, first, row, tokens, longest, previous = [], 0, 0, 0, 0, None
     for length, key, count in zip(lengths.tolist(), keys.tolist(), counts.tolist(), strict=True):
         wider = max(longest, length)
@@ -192,24 +193,24 @@ def _neighbours(lengths: Integers, keys: Integers, counts: Integers) -> list[tup
 
 
 def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None) -> Tensor:
-    """[S, query, key and value heads, K] -> [S, H K]; every token attends to itself and to its row before it."""
+    """Causal attention within packed rows: [S, query, key and value heads, K] -> [S, H K]."""
     layout.require_plain("packed_attention")
     if not len(projected):
         return projected[:, : heads[0]].flatten(1)
     attended = []
-    for query, key, value in _gathered(projected, heads, layout):
+    for query, key, value in _gather_groups(projected, heads, layout):
         if rotary is not None:
             query, key = rotary.rotate(query), rotary.rotate(key)
         attended.append(causal_attention(query, key, value).flatten(0, 2)[:, None])
     back = layout.compute_once(("scatter", heads[0]), partial(_scatter_index, layout, heads[0]))
-    (outputs,) = _Gather.apply(_cat(attended), back)  # type: ignore[no-untyped-call]
+    (outputs,) = _Gather.apply(_concatenate_groups(attended), back)  # type: ignore[no-untyped-call]
     return outputs.view(len(projected), -1)
 
 
 def packed_attention_at(
     query: Tensor, projected: Tensor, positions: Tensor, layout: Layout, rotary: Rotary | None
 ) -> Tensor:
-    """One query a row [B, H, K], at `positions` [B]; key and value heads [S, 2 H, K] of all states -> [B, H K]."""
+    """Attention of one query a row [B, H, K], at `positions` [B], to key and value heads [S, 2 H, K] -> [B, H K]."""
     layout.require_plain("packed_attention_at")
     if not len(projected):
         return query.flatten(1)
@@ -217,29 +218,29 @@ def packed_attention_at(
         cos, sin = rotary.angles(positions, query.dtype, layout.longest)
         query = rotary.apply_rotary(query, (cos[:, None], sin[:, None]))
     attended = []
-    dense = _gathered(projected, (query.shape[1],) * 2, layout)
+    dense = _gather_groups(projected, (query.shape[1],) * 2, layout)
     for (rows, _), (key, value) in zip(attention_groups(layout), dense, strict=True):
         rotated = key if rotary is None else rotary.rotate(key)
         attended.append(attention_at(query[rows, :, None], rotated, value, positions[rows]).flatten(1))
-    return _cat(attended)
+    return _concatenate_groups(attended)
 
 
-def _gathered(projected: Tensor, heads: tuple[int, ...], layout: Layout) -> list[list[Tensor]]:
-    """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
+def _gather_groups(projected: Tensor, heads: tuple[int, ...], layout: Layout) -> list[list[Tensor]]:
+    """Gather packed heads [S, heads, K] into groups: for each group [R, heads, M, K] of each kind of head."""
     indices = layout.compute_once(("gather", heads), partial(_gather_indices, layout, heads))
     flat = iter(_Gather.apply(projected, *(index for group in indices for index in group)))  # type: ignore[no-untyped-call]
     return [[next(flat) for _ in group] for group in indices]
 
 
 def _gather_indices(layout: Layout, heads: tuple[int, ...]) -> list[list[Tensor]]:
-    """The rows [R, heads, M] of states [S heads, K] that every group gathers, kind by kind."""
+    """The indices [R, heads, M] of states [S heads, K] that every group gathers, for each kind of head."""
     numbers = torch.arange(sum(heads), device=layout.device)[:, None]
     rows = (cells[:, None] * sum(heads) + numbers for _, cells in attention_groups(layout))
     return [[kind.contiguous() for kind in torch.split(group, list(heads), dim=1)] for group in rows]
 
 
 def _scatter_index(layout: Layout, heads: int) -> Tensor:
-    """[S H] where the attention of every state lies among the rows [R, H, M] of all groups."""
+    """[S H] the index of every state's output among the outputs [R, H, M] of all groups."""
     widths = np.concatenate([np.full(*cells.shape) for _, cells in attention_groups(layout)])
     first = count_up(heads * (widths.cumsum() - widths), layout.host_lengths)
     index = upload(first, layout.device)[:, None]
@@ -248,9 +249,9 @@ def _scatter_index(layout: Layout, heads: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows [.., K] of states [S, heads, K], numbered over both.
+    """Gather rows [.., K] of states [S, heads, K] by a flat index over states and heads.
 
-    All gradients are added into one buffer; autograd would make one for every index and add those.
+    The backward pass adds all gradients into one buffer; autograd would make a buffer for every index.
     """
 
     @staticmethod
@@ -267,22 +268,23 @@ class _Gather(torch.autograd.Function):
         return states, *(None for _ in ctx.indices)
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
+def _concatenate_groups(parts: list[Tensor]) -> Tensor:
+    """Concatenate the attention outputs of groups, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 _OUTSIDE = Layout(np.zeros(0, dtype=np.int64))
-"""Stands in a compiled step for the layout, which the compiler must not look into."""
+"""A placeholder for the layout in a compiled step, because the compiler must not look into a layout."""
 _attending: list[Layout] = []
-"""The layouts of the compiled steps that run now, the innermost last."""
+"""The layouts of the compiled steps that run now, innermost last."""
 
 
 @contextmanager
 def attending(layout: Layout) -> Iterator[Layout]:
-    """While a compiled step runs with the layout that this gives, its rows attend as `layout` says.
+    """Let a compiled step, which runs with the placeholder layout that this yields, attend as `layout` defines.
 
-    Where rows lie is worked out on the host, anew for every batch. So attention is one operator of the compiled graph,
-    and nothing in it is compiled.
+    The host computes the plan of attention for every batch. So attention is one operator of the compiled graph, and the
+    compiler does not look into it.
     """
     _attending.append(layout)
     try:
@@ -293,6 +295,7 @@ def attending(layout: Layout) -> Iterator[Layout]:
 
 @torch.library.custom_op("loopscope::attention", mutates_args=())
 def _attention_outside(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    """Run attention as one operator of a compiled graph, with the layout of the innermost running step."""
     kinds = heads[0], heads[1], heads[2]
     attended = cached_attention(projected, kinds, _attending[-1], Rotary.of(rotary), layer)
     return attended.contiguous() if len(projected) else attended.clone()
@@ -300,37 +303,38 @@ def _attention_outside(projected: Tensor, heads: list[int], rotary: list[float],
 
 @_attention_outside.register_fake
 def _(projected: Tensor, heads: list[int], rotary: list[float], layer: str) -> Tensor:
+    """The shape of this operator's output, for the compiler."""
     return projected.new_empty((projected.shape[0], heads[0] * projected.shape[2]))
 
 
-class _Part(NamedTuple):
-    """Rows that attend together: who asks, what they read and see of it, and where their outputs belong."""
+class _AttentionPart(NamedTuple):
+    """Hold rows that attend together: their queries, keys and mask, and the destination of their outputs."""
 
-    cells: Tensor  # [R, M] the states that ask
-    own: Tensor | None  # [R, N] the states whose keys they read; None: only cached ones
+    cells: Tensor  # [R, M] the states with queries
+    own: Tensor | None  # [R, N] the states whose keys they read; None: only cached keys
     mask: Tensor | None  # [R, 1, M, N] added to the scores, or true where a key is seen; None: causal, or a whole cache
-    filled: Tensor | None  # the cells [R M] without those that are empty; None: none is
-    states: Tensor | None  # theirs, in the packed layout; None: all of them, in order
-    cached: Any = None  # where the cache is read: rows of it, or a row of the batch; None: nowhere
+    filled: Tensor | None  # the cells [R M] that are not empty; None: all
+    states: Tensor | None  # their states in the packed layout; None: all states, in order
+    cached: Any = None  # the rows of the cache, or a row of the batch, to read; None: no cache
     upto: int = 0  # how many cached tokens are read
 
 
-class _Plan(NamedTuple):
-    """What is the same in every layer, and in every loop that all rows are at together."""
+class _AttentionPlan(NamedTuple):
+    """Hold the attention plan that all layers share, and all loops while the rows stay at one loop together."""
 
-    parts: list[_Part]
-    written: Tensor | None  # [S] where keys and values go in a cache that rows append to
+    parts: list[_AttentionPart]
+    written: Tensor | None  # [S] the cache indices of new keys and values, in a cache that rows append to
 
 
 def cached_attention(
     projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
 ) -> Tensor:
-    """[S, query, key and value heads, K] -> [S, H K], in the layer that is called `layer`."""
+    """Attention with a KV cache: [S, query, key and value heads, K] -> [S, H K], for the layer named `layer`."""
     if layout is _OUTSIDE:
         numbers = [] if rotary is None else rotary.numbers
         return _attention_outside(projected, list(heads), numbers, layer)
     cache = layout.cache
-    # States that rows share are gathered: below, each row would write them and count their gradient once more.
+    # Shared states are gathered: otherwise each row would write them, and count their gradient again.
     gathers = layout.sharing is not None or not takes_fused_kernels(projected.device)
     if gathers and layout.host_branches is None and cache is None:
         return packed_attention(projected, heads, layout, rotary)
@@ -342,12 +346,12 @@ def cached_attention(
     name: Any = "plan"
     if isinstance(cache, AppendingRows) and cache.at.number is None:
         name = cache.loops.tobytes()  # rows at several loops have a plan for each step
-    plan = layout.compute_once(name, partial(_plan, layout, key))
+    plan = layout.compute_once(name, partial(_plan_attention, layout, key))
     if isinstance(cache, AppendingRows) and plan.written is not None:
         cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     out = None
     for part in plan.parts:
-        attended = _attended(part, query, key, value, layout, layer)
+        attended = _attend_part(part, query, key, value, layout, layer)
         if part.states is None and attended.shape[2] == 1:  # heads lie side by side already
             return attended.flatten(1)
         tokens = attended.transpose(1, 2).flatten(0, 1)
@@ -359,11 +363,11 @@ def cached_attention(
     return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
 
 
-def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: str) -> Tensor:
-    """[R, H, M, K]"""
-    dense = _dense(query, part.cells, part)
+def _attend_part(part: _AttentionPart, query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: str) -> Tensor:
+    """[R, H, M, K] the attention of one part of the plan."""
+    dense = _packed_to_cells(query, part.cells, part)
     if part.own is not None:
-        key, value = _dense(key, part.own, part), _dense(value, part.own, part)
+        key, value = _packed_to_cells(key, part.own, part), _packed_to_cells(value, part.own, part)
     if part.cached is not None:
         assert layout.cache is not None
         keys, values = layout.cache.read(layer, part.cached, part.upto)
@@ -377,8 +381,8 @@ def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: La
     return fused_attention(dense, key, value, attn_mask=part.mask)
 
 
-def _dense(packed: Tensor, cells: Tensor, part: _Part) -> Tensor:
-    """[S, H, K] -> [R, H, M, K]"""
+def _packed_to_cells(packed: Tensor, cells: Tensor, part: _AttentionPart) -> Tensor:
+    """[S, H, K] -> [R, H, M, K] the packed heads in the cells of a part."""
     if part.states is not None:
         return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)
     if cells.shape[1] == 1:
@@ -387,13 +391,13 @@ def _dense(packed: Tensor, cells: Tensor, part: _Part) -> Tensor:
 
 
 def _head_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[S, 1, K]"""
+    """[S, 1, K] cos and sin of every state's position."""
     cos, sin = rotary.angles(layout.positions, dtype, layout.max_context)
     return cos[:, None], sin[:, None]
 
 
-def _plan(layout: Layout, key: Tensor) -> _Plan:
-    """For keys like these [S, H, K]."""
+def _plan_attention(layout: Layout, key: Tensor) -> _AttentionPlan:
+    """Plan the attention of a layout, for keys like [S, H, K]."""
     cache, parts, written = layout.cache, [], None
     for group in attention_groups(layout):
         if cache is None:
@@ -403,18 +407,18 @@ def _plan(layout: Layout, key: Tensor) -> _Plan:
         elif cache.cached[group.rows].any():
             parts += _cache_parts(layout, cache, group, key)
         else:
-            belongs = _belonging(layout, group.cells, layout.host_lengths[group.rows])
-            parts.append(_Part(group.cells, group.cells, None, *belongs))
+            belongs = _own_cells(layout, group.cells, layout.host_lengths[group.rows])
+            parts.append(_AttentionPart(group.cells, group.cells, None, *belongs))
     if isinstance(cache, AppendingRows):
         places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
         written = upload(places, layout.device)
-    return _Plan(parts, written)
+    return _AttentionPlan(parts, written)
 
 
-def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, key: Tensor) -> list[_Part]:
-    """Neighbours in the cache that have about as many tokens are read where they are; few tokens are copied."""
+def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, key: Tensor) -> list[_AttentionPart]:
+    """The parts of appending rows: neighbours of similar length read the cache in place; few tokens are copied."""
     contexts, places = layout.host_contexts[group.rows], cache.places[group.rows]
-    runs = _neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
+    runs = _similar_neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
     few = MAX_GATHERED if takes_fused_kernels(layout.device) else MAX_GATHERED_ON_CPU
     copied = len(contexts) * int(contexts.max()) * key[0].numel() <= few * (len(runs) - 1)
     if copied:
@@ -426,32 +430,32 @@ def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, ke
         cells = group.cells[run, : int(counts.max())]
         mask = None
         if int(cache.cached[rows].min()) + 1 < upto:
-            # It is added to the scores: every layer would make that of a mask of truths.
+            # The mask is added to the scores: every layer would convert a boolean mask.
             later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, None, :, None]
             mask = torch.zeros(later.shape, dtype=key.dtype, device=key.device).masked_fill_(later, -torch.inf)
         start = int(places[run.start])
         there = upload(places, layout.device) if copied else slice(start, start + run.stop - run.start)
-        parts.append(_Part(cells, None, mask, *_belonging(layout, cells, counts), there, upto))
+        parts.append(_AttentionPart(cells, None, mask, *_own_cells(layout, cells, counts), there, upto))
     return parts
 
 
-def _branch_parts(layout: Layout, group: AttentionGroup) -> list[_Part]:
-    """The trunks by the kernel for causal attention, which reads no mask; then the tails, which are short."""
+def _branch_parts(layout: Layout, group: AttentionGroup) -> list[_AttentionPart]:
+    """The parts of rows with branches: trunks by the causal kernel without a mask, then the short branches."""
     rows, cells = group
     trunks = layout.host_trunks[rows]
     tails = layout.host_lengths[rows] - trunks
     trunk = cells[:, : int(trunks.max())]
-    parts = [_Part(trunk, trunk, None, *_belonging(layout, trunk, trunks))]
+    parts = [_AttentionPart(trunk, trunk, None, *_own_cells(layout, trunk, trunks))]
     if tails.any():
         local = layout.trunks[rows, None] + torch.arange(int(tails.max()), device=cells.device)
         local = local.minimum(layout.lengths[rows, None] - 1)
         tail = cells.gather(1, local)
-        parts.append(_Part(tail, cells, _own_mask(layout, cells, local), *_belonging(layout, tail, tails)))
+        parts.append(_AttentionPart(tail, cells, _own_mask(layout, cells, local), *_own_cells(layout, tail, tails)))
     return parts
 
 
-def _prefix_parts(layout: Layout, cache: SharedPrefix, group: AttentionGroup, key_width: int) -> list[_Part]:
-    """A few rows at a time: each reads a copy of the prefix beside its own keys."""
+def _prefix_parts(layout: Layout, cache: SharedPrefix, group: AttentionGroup, key_width: int) -> list[_AttentionPart]:
+    """The parts of rows after a shared prefix, a few at a time: each reads a copy of the prefix beside its own keys."""
     rows, cells = group
     upto, counts = int(cache.cached[rows.start]), layout.host_lengths[rows]
     cached = None if cache.kv_caches[rows.start] is None else rows.start
@@ -461,13 +465,13 @@ def _prefix_parts(layout: Layout, cache: SharedPrefix, group: AttentionGroup, ke
     parts = []
     for first in range(0, len(counts), size):
         some = slice(first, first + size)
-        belongs = _belonging(layout, cells[some], counts[some])
-        parts.append(_Part(cells[some], cells[some], mask[some], *belongs, cached, upto))
+        belongs = _own_cells(layout, cells[some], counts[some])
+        parts.append(_AttentionPart(cells[some], cells[some], mask[some], *belongs, cached, upto))
     return parts
 
 
 def _own_mask(layout: Layout, cells: Tensor, local: Tensor) -> Tensor:
-    """[R, 1, W, M] what the tokens at `local` [R, W] of a row see: all before them of the trunk or of their branch."""
+    """[R, 1, W, M] the keys that the tokens at `local` [R, W] see: earlier tokens of their trunk or branch."""
     mask = torch.arange(cells.shape[1], device=cells.device) <= local[:, None, :, None]
     if layout.host_branches is None:
         return mask
@@ -477,8 +481,8 @@ def _own_mask(layout: Layout, cells: Tensor, local: Tensor) -> Tensor:
     return mask & ((seen == 0) | (seen == own))
 
 
-def _belonging(layout: Layout, cells: Tensor, counts: Integers) -> tuple[Tensor | None, Tensor | None]:
-    """`filled` and `states` of a part of these cells [R, M]: the first `counts` [R] of every row are its own tokens."""
+def _own_cells(layout: Layout, cells: Tensor, counts: Integers) -> tuple[Tensor | None, Tensor | None]:
+    """`filled` and `states` of a part with cells [R, M], whose first `counts` [R] cells of a row are its tokens."""
     if int(counts.sum()) < cells.numel():
         filled = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
         return filled, cells.flatten().index_select(0, filled)

@@ -1,8 +1,8 @@
-"""How is a model saved and loaded? `config.json` and safetensors in a folder, one file or sharded, no code from it.
+"""How is a model saved and loaded? As `config.json` and safetensors in a folder, whose code is never run.
 
-LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the settings of the run that made them, so that a
-run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published, and
-looped decoders in that in which `loopscope loop` writes them.
+LoopScope's own checkpoints have `"model_type": "loopscope"` and the settings of the run that made them, so that a run's
+folder is its checkpoint. Ouro and Huginn checkpoints have their published layout, looped decoders the layout that
+`loopscope loop` writes.
 """
 
 import errno
@@ -48,14 +48,14 @@ from loopscope.models.transformer import Gate, LoopedTransformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INT8 = "int8"
-"""A precision of linear layers; all else is float32."""
+"""A precision of linear layers; all other layers are float32."""
 STORED_FLOATS = ("F64", "F32", "F16", "BF16")
 NETWORKS: dict[str, tuple[type[NetworkConfig], Callable[[Any], LoopedModel]]] = {
     "ouro": (OuroConfig, Ouro),
     "huginn_raven": (HuginnConfig, Huginn),
     "looped_llama": (LoopedLlamaConfig, LoopedLlama),
 }
-"""Beside LoopScope's own."""
+"""The networks besides LoopScope's own, by `model_type`."""
 
 
 def load_model(
@@ -110,8 +110,8 @@ def load_model(
     check_hashes(path)
     check_plain(path)
     model = model_without_weights(path)
-    fill(model, path, device, None if dtype is None else DTYPES.get(dtype))
-    model.to(device)  # what no file holds: constants that a class of the user's has made
+    load_weights_into(model, path, device, None if dtype is None else DTYPES.get(dtype))
+    model.to(device)  # constants of a custom class, which no file holds
     model.eval().requires_grad_(False)
     if dtype == INT8:
         quantise_weights(model)
@@ -122,7 +122,7 @@ def load_model(
 
 
 def model_without_weights(folder: Path) -> LoopedModel:
-    """The model that the configuration of a checkpoint describes: on the meta device, or of the user's, on the CPU."""
+    """The model of a checkpoint's configuration: on the meta device; a custom model on the CPU."""
     config = read_config(folder)
     if isinstance(config, CheckpointConfig) and config.model.is_custom:
         with torch.random.fork_rng(devices=[]):
@@ -134,19 +134,19 @@ def model_without_weights(folder: Path) -> LoopedModel:
 
 
 def read_config(folder: Path) -> Any:
-    """The whole configuration of a checkpoint: a CheckpointConfig of LoopScope's own, or a NetworkConfig."""
+    """Read the whole configuration of a checkpoint: a CheckpointConfig of LoopScope, or a NetworkConfig."""
     kind = looped_model_type(folder)
     if kind == "loopscope":
         return read_checkpoint_config(folder)
     return read_json(NETWORKS[kind][0], folder / CONFIG, "model configuration")
 
 
-def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
-    """Give `model` the tensors of `folder`, in `dtype` or in the precision of the largest one."""
+def load_weights_into(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
+    """Load the tensors of `folder` into `model`, in `dtype` or in the precision of the largest tensor."""
     expected = model.state_dict()
     weights: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        with _opened(file, str(device)) as stored:
+        with _open_tensors(file, str(device)) as stored:
             for name in stored.keys():  # noqa: SIM118 - safe_open is no mapping
                 if not name.endswith(model.unneeded):
                     _check_tensor(folder, name, stored.get_slice(name), expected)
@@ -155,7 +155,7 @@ def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: to
     for name in expected:
         if name not in weights and name not in model.tied:
             raise UserError(f"The checkpoint in {folder} has no tensor '{name}'.")
-    dtype = dtype or max(weights.values(), key=Tensor.numel).dtype  # a file may keep its norms more precise
+    dtype = dtype or max(weights.values(), key=Tensor.numel).dtype  # a file may keep its norms in a higher precision
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     require_finite(weights, folder)
     for name, other in model.tied.items():
@@ -169,6 +169,7 @@ def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: to
 
 
 def _check_tensor(folder: Path, name: str, stored: Any, expected: Mapping[str, Tensor]) -> None:
+    """Reject a tensor of a checkpoint with an unexpected name, shape or type."""
     kind, shape = stored.get_dtype(), list(stored.get_shape())
     if name not in expected:
         problem = f"The checkpoint in {folder} has a tensor that its configuration does not know: '{name}'."
@@ -182,6 +183,7 @@ def _check_tensor(folder: Path, name: str, stored: Any, expected: Mapping[str, T
 
 
 def require_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Reject a checkpoint with a weight that is NaN or infinite."""
     if (name := first_not_finite(tensors)) is not None:
         precision = str(tensors[name].dtype).removeprefix("torch.")
         raise UserError(
@@ -191,7 +193,7 @@ def require_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; one pass over each, and one number leaves the device."""
+    """The name of the first tensor with NaN or infinity; None if there is none."""
     parts = (part for each in tensors.items() for part in plain_tensors(*each))
     filled = {name: tensor.detach() for name, tensor in parts if tensor.numel()}
     if not filled:
@@ -201,10 +203,11 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 @contextmanager
-def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
+def _open_tensors(file: Path, device: str = "cpu") -> Iterator[Any]:
+    """Open a safetensors file; a file that cannot be read is a UserError."""
     try:
         if file.exists():
-            require_file(file, "file of weights")  # a pipe would be waited for
+            require_file(file, "file of weights")  # reading a pipe would wait
         with safe_open(file, framework="pt", device=device) as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
@@ -212,7 +215,7 @@ def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file; what the system refuses is an OSError, as with any other file."""
+    """Write one safetensors file; an error of the system is an OSError, as for any other file."""
     try:
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
@@ -240,11 +243,11 @@ def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in tensors.values())
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
-        (folder / WEIGHTS).unlink(missing_ok=True)  # of an earlier save: it would be read first
+        (folder / WEIGHTS).unlink(missing_ok=True)  # of an earlier save; loading would prefer it
 
 
 def gate_tensors(folder: Path) -> dict[str, str]:
-    """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
+    """The tensor names of a checkpoint's own gate, by part; empty without a gate."""
     config = read_config(folder)
     if isinstance(config, CheckpointConfig):
         return {} if config.model.is_custom else Gate.tensors(config.model.gate, "gate.")
@@ -254,9 +257,10 @@ def gate_tensors(folder: Path) -> dict[str, str]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """What tells this model from any other: the hash of its weights, and of the configuration where it has one.
+    """The identity of a checkpoint's model: the hash of its weights, and of its configuration if that matters.
 
-    A run of LoopScope's own has one only where the same weights can compute otherwise; `hashes.json` holds the rest.
+    A run of LoopScope adds a configuration only if the same weights can compute differently; `hashes.json` has the
+    rest.
     """
     config = read_config(folder)
     own = config.model.sha256 if isinstance(config, CheckpointConfig) else config.sha256

@@ -1,12 +1,11 @@
-"""What does a checkpoint's folder say before its weights are read? All of it without PyTorch: where the folder is, what
-model its `config.json` describes, which files hold the weights, and whether a run's files are as the run wrote them.
+"""What does a checkpoint's folder contain before its weights are read? Model, files, hashes, found without PyTorch.
 
 A checkpoint is a folder, or a name on the Hub, which may pin its revision: `ByteDance/Ouro-1.4B@0123abc`. LoopScope
 fetches only its data, never its code.
 
-`hashes.json` holds the hash of every file that a run of LoopScope wrote. It is written before the weights appear, and
-they come last: a run that is killed in between has no weights, so it goes on and writes both again. A folder without
-hashes (a checkpoint from the Hub, weights copied by themselves) is taken as it is.
+`hashes.json` holds the hash of every file that a run of LoopScope wrote. The run writes it before the weights, which
+come last: a run that is killed in between has no weights, so it goes on and writes both again. LoopScope accepts a
+folder without hashes (a checkpoint from the Hub, copied weights) as it is.
 """
 
 import re
@@ -16,27 +15,13 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from loopscope.artifacts import sha256
-from loopscope.config import (
-    Layers,
-    Loops,
-    Option,
-    Positions,
-    Settings,
-    Vocabulary,
-    Width,
-    digest,
-    plain,
-    read_json,
-    to_json,
-    write_json,
-)
+from loopscope.config import Loops, Positions, Vocabulary, digest, read_json, to_json, write_json
 from loopscope.errors import UserError
 from loopscope.files import is_file, is_folder, is_plain_name, no_folder
+from loopscope.models.model_settings import ModelSettings
 from loopscope.scope import CacheMode
-from loopscope.user_code import is_user_name
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -47,17 +32,16 @@ BESIDE_WEIGHTS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(GENERATION, "chat_template.jinja"),
 )
-"""What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
+"""Files that a checkpoint may have beside configuration and weights; a checkpoint made from it keeps them."""
 POLICY = "exit_policy/policy.json"
-"""The exit policy that was saved with a model; in a folder of its own, so that nobody takes its gate for weights."""
+"""The exit policy saved with a model; in its own folder, so that its gate is not taken for weights."""
 FETCHED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 
 LOOPED = ("loopscope", "ouro", "huginn_raven", "looped_llama")
-"""The `model_type` of what LoopScope reads."""
+"""The `model_type` of checkpoints that LoopScope reads."""
 Source = Literal["llama", "mistral", "qwen2", "qwen3"]
 SOURCES: tuple[Source, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""That of what can be looped; SmolLM is a Llama."""
-GateKind = Literal["none", "linear", "mlp"]
+"""The `model_type` of checkpoints that can be looped; SmolLM is a Llama."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,11 +51,11 @@ _HUB_REASONS = {
     "GatedRepoError": "its owner wants terms to be accepted there before",
     "RevisionNotFoundError": "it has no such revision",
 }
-"""By the names of huggingface_hub's errors, whose texts are for programmers."""
+"""Reasons by the names of huggingface_hub's errors, whose own texts are for programmers."""
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
-    """The folder itself, or that into which the Hub's files were fetched."""
+    """The folder of a checkpoint: the given folder, or the local folder of the fetched Hub files."""
     path = Path(source)
     if is_folder(path):
         return path
@@ -82,7 +66,7 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
 
     try:
         return Path(snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(FETCHED)))
-    except Exception as error:  # out of reach, unknown, not allowed: each library below has errors of its own
+    except Exception as error:  # not reachable, unknown, forbidden: each library raises its own errors
         message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         reason = _HUB_REASONS.get(type(error).__name__, message)
         raise UserError(
@@ -90,130 +74,14 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
         ) from None
 
 
-def require_values(*rules: tuple[object, str]) -> None:
-    """Reject a configuration with the message of the first rule that does not hold."""
-    for holds, message in rules:
-        if not holds:
-            raise ValueError(message)
-
-
-class TransformerSettings(Settings, frozen=True, kw_only=True):
-    """Describe LoopScope's looped Transformer; defaults are the paper's.
-
-    Parameters
-    ----------
-    layers
-        Layers of the block that is looped.
-    heads
-        Attention heads.
-    width
-        Width of the state.
-    loops
-        Loops at full depth.
-    block_size
-        The longest row in tokens (default: as the task needs).
-    bias
-        Whether linear layers have a bias.
-    gate
-        The exit gate: "none", "linear" or "mlp".
-    positions
-        How attention knows positions: rotated queries and keys, or learned vectors.
-    injection
-        Whether every loop reads the embedding again: h_t = block(h_{t-1} + e), from h_0 = 0 (default: no).
-    norm
-        "pre": before attention and MLP (default). "post": after the residual sums.
-    loop_norm
-        Whether the next loop starts from the final norm of this one's state, as in Ouro (default: no).
-    """
-
-    layers: Layers = 4
-    heads: Width = 4
-    width: Width = 512
-    loops: Loops = 6
-    block_size: Positions | None = None
-    bias: bool = True
-    gate: GateKind = "none"
-    positions: Literal["rotary", "learned"] = "rotary"
-    injection: bool | UnsetType = UNSET
-    norm: Literal["pre", "post"] | UnsetType = UNSET
-    loop_norm: bool | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        even = self.positions == "learned" or self.width // self.heads % 2 == 0
-        message = f"width {self.width} does not divide into {self.heads} heads of an even width"
-        require_values((self.width % self.heads == 0 and even, message))
-        for name, usual in _VARIANTS.items():
-            if getattr(self, name) == usual:
-                msgspec.structs.force_setattr(self, name, UNSET)  # no file mentions it
-
-    @property
-    def sha256(self) -> str | None:
-        """What tells this network from another with the same weights; None of one without such a choice."""
-        chosen = {name: value for name in _VARIANTS if (value := getattr(self, name)) is not UNSET}
-        return digest(chosen)[:16] if chosen else None
-
-
-_VARIANTS = {"injection": False, "norm": "pre", "loop_norm": False}
-"""Settings that add no weights, and their defaults."""
-_OF_ANY_MODEL = ("loops", "block_size", "gate")
-
-
-class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
-    """Describe the model that a run trains: LoopScope's looped Transformer, or a custom class.
-
-    A class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments, and `gate` if there is one.
-
-    Parameters
-    ----------
-    name
-        The custom class, as module:Class (default: LoopScope's looped Transformer).
-    options
-        Keyword arguments of the custom class.
-    source_sha256
-        The hash of the class's module; LoopScope fills it in when the run begins.
-    """
-
-    name: str | UnsetType = UNSET
-    options: dict[str, Option] | UnsetType = UNSET
-    source_sha256: str | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        if self.name is UNSET:
-            own = all(value is UNSET for value in (self.options, self.source_sha256))
-            require_values((own, "options are for a custom class; name it: name = 'module:Class'"))
-            super().__post_init__()
-            return
-        wrong = f"there is no model '{self.name}'; name a custom class as 'module:Class'"
-        require_values((is_user_name(self.name), wrong))
-        usual = plain(TransformerSettings())
-        for field in TransformerSettings.__struct_fields__:
-            if field in _OF_ANY_MODEL:
-                continue
-            given = getattr(self, field)
-            message = f"{field} is of the built-in model; leave it out, or give it to '{self.name}' as options.{field}"
-            require_values((given is UNSET or given == usual.get(field), message))
-            msgspec.structs.force_setattr(self, field, UNSET)
-
-    @property
-    def is_custom(self) -> bool:
-        """Whether it is a class of the user's."""
-        return self.name is not UNSET
-
-
-def not_registered(name: str) -> UserError:
-    """What is said of a model whose class the user has not named."""
-    return UserError(
-        f"This model is a class in code, '{name}', which is not imported because a file names it; add --with-model "
-        f"{name} if you trust that module (in Python: loopscope.register_model('{name}'))."
-    )
-
-
 class ModelType(msgspec.Struct, frozen=True):
+    """The key of `config.json` that names the kind of a model."""
+
     model_type: str
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The `config.json` of LoopScope's own checkpoints."""
+    """Hold the `config.json` of LoopScope's own checkpoints."""
 
     model_type: Literal["loopscope"] = "loopscope"
     schema_version: Literal[1] = 1
@@ -224,26 +92,29 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
+    """Read the `config.json` of a LoopScope checkpoint."""
     return read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
 
 
 def require_config(folder: Path) -> None:
+    """Reject a folder that is not a checkpoint."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}; give the folder of a model.")
 
 
 def read_model_type(folder: Path) -> str:
+    """Read the `model_type` of a checkpoint."""
     require_config(folder)
     return read_json(ModelType, folder / CONFIG, "model configuration").model_type
 
 
 def is_of_task(folder: Path) -> bool:
-    """Whether it is a model of a task's examples, not of text."""
+    """Whether the checkpoint is a model of a task's examples, not of text."""
     return read_model_type(folder) == "loopscope"
 
 
 def looped_model_type(folder: Path) -> str:
-    """The `model_type` of a checkpoint, if it is a looped model's."""
+    """The `model_type` of a checkpoint; rejects a model that is not looped."""
     kind = read_model_type(folder)
     if kind not in LOOPED:
         loops = "; loop it first (`loopscope loop`)" if kind in SOURCES else ""
@@ -252,29 +123,33 @@ def looped_model_type(folder: Path) -> str:
 
 
 class ModelShape(NamedTuple):
+    """Hold the depth of a checkpoint's model and its longest row."""
+
     num_loops: int
     block_size: int  # tokens of the longest row
 
 
-class _Looping(msgspec.Struct, frozen=True):
+class _LoopsKey(msgspec.Struct, frozen=True):
+    """The loops in the configuration of a LoopScope checkpoint or a looped Llama."""
+
     loops: Loops
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """Each kind of model has its own keys."""
+class _ShapeKeys(msgspec.Struct, frozen=True):
+    """The keys of `config.json` that give a model's depth and longest row; each kind of model has its own."""
 
-    model: _Looping | None = None  # LoopScope's own
+    model: _LoopsKey | None = None  # LoopScope's own
     total_ut_steps: Loops | None = None  # Ouro
     mean_recurrence: Loops | None = None  # Huginn
-    looping: _Looping | None = None  # looped Llamas
+    looping: _LoopsKey | None = None  # looped Llamas
     block_size: Positions | None = None
     max_position_embeddings: Positions | None = None
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """How deep the model of a checkpoint is, and how long a row it takes."""
+    """Read the loops of a checkpoint's model, and its longest row."""
     looped_model_type(folder)
-    shape = read_json(_Shape, folder / CONFIG, "model configuration")
+    shape = read_json(_ShapeKeys, folder / CONFIG, "model configuration")
     looping = shape.model or shape.looping
     loops = shape.total_ut_steps or shape.mean_recurrence if looping is None else looping.loops
     longest = shape.block_size or shape.max_position_embeddings
@@ -283,18 +158,20 @@ def read_model_shape(folder: Path) -> ModelShape:
     return ModelShape(loops, longest)
 
 
-class _Ends(msgspec.Struct, frozen=True):
+class _EndTokens(msgspec.Struct, frozen=True):
+    """The key of a configuration that names the end tokens."""
+
     eos_token_id: TokenId | list[TokenId] | None = None
     vocab_size: int | None = None
 
 
 def end_tokens(folder: Path) -> set[int]:
-    """The tokens that end a text, by the configurations of the model and of its generation."""
+    """The tokens that end a text, from the model's configuration and its generation configuration."""
     ends: set[int] = set()
     size: int | None = None
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
-            config = read_json(_Ends, folder / name, "model configuration")
+            config = read_json(_EndTokens, folder / name, "model configuration")
             size = size or config.vocab_size
             if config.eos_token_id is not None:
                 ends |= {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
@@ -307,8 +184,7 @@ def end_tokens(folder: Path) -> set[int]:
 
 
 def beside_weights(folder: Path, name: str) -> bytes:
-    """What a file beside the weights holds for another checkpoint that is made of this one; no exit policy goes along,
-    because it is for these weights."""
+    """A file beside the weights, for a checkpoint made from this one: without the exit policy of the old weights."""
     data = (folder / name).read_bytes()
     if name != GENERATION:
         return data
@@ -319,10 +195,10 @@ def beside_weights(folder: Path, name: str) -> bytes:
 
 
 class GenerationExits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a generation configuration says of exits."""
+    """The exit policy and cache in a generation configuration."""
 
-    policy: str | None = None  # a file, from the folder of the checkpoint on
-    cache: CacheMode | None = None  # None: the one that the policy was calibrated for
+    policy: str | None = None  # a file, relative to the checkpoint's folder
+    cache: CacheMode | None = None  # None: the cache mode for which the policy was calibrated
     lossless: bool = False
 
     @classmethod
@@ -338,9 +214,9 @@ class GenerationExits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def named_exits(folder: Path, drafts: bool = False) -> GenerationExits:
-    """What a checkpoint's `generation_config.json` says of exits, with the policy as the path of its file.
+    """The exit settings in a checkpoint's `generation_config.json`, with the policy as the path of its file.
 
-    `drafts` says whether the caller can write lossless texts; if not, a configuration that wants them is rejected.
+    Unless the caller can write lossless texts (`drafts`), a configuration that asks for them is rejected.
     """
     if not (folder / GENERATION).is_file():
         return GenerationExits()
@@ -358,20 +234,23 @@ def named_exits(folder: Path, drafts: bool = False) -> GenerationExits:
 
 
 def no_named_policy(name: str, source: str | Path) -> UserError:
+    """The error for a policy that a generation configuration names and that does not exist."""
     return UserError(
         f"{GENERATION} of {source} names the exit policy '{name}', and there is no such file; put it there, or remove "
         "'policy' from the configuration."
     )
 
 
-class _Quantised(msgspec.Struct, frozen=True):
+class _QuantisationKey(msgspec.Struct, frozen=True):
+    """The key of `config.json` that describes quantised weights."""
+
     quantization_config: dict[str, Any] | None = None
 
 
 def check_plain(folder: Path) -> None:
-    """Reject quantised weights, which transformers reads."""
+    """Reject a checkpoint with quantised weights; transformers reads them."""
     require_config(folder)
-    if read_json(_Quantised, folder / CONFIG, "model configuration").quantization_config is not None:
+    if read_json(_QuantisationKey, folder / CONFIG, "model configuration").quantization_config is not None:
         raise UserError(
             f"The weights in {folder} are quantised; load them by transformers (AutoModelForCausalLM.from_pretrained, "
             "with `import loopscope.integrations.transformers`): its `looped` is the model for LoopScope."
@@ -379,10 +258,13 @@ def check_plain(folder: Path) -> None:
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
+    """The index of a checkpoint's weight files."""
+
     weight_map: dict[str, str]
 
 
 def weight_files(folder: Path) -> list[Path]:
+    """The files with a checkpoint's weights: one file, or shards."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -400,7 +282,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_sha256(folder: Path) -> str:
-    """The hash of a checkpoint's weights alone: of their file, or of the hashes of several."""
+    """The hash of a checkpoint's weights alone: of the file, or of the shards' hashes."""
     files = weight_files(folder)
     if len(files) == 1:
         return known_sha256(files[0])
@@ -408,17 +290,19 @@ def stored_sha256(folder: Path) -> str:
 
 
 class RunHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of `hashes.json`: the hash of every file that a run wrote."""
+
     files: dict[str, str]
-    digest: str  # of the above
+    digest: str  # of `files`
 
 
 def write_hashes(folder: Path, files: Mapping[str, str]) -> None:
-    """Notes these files of `folder`, each with its hash."""
+    """Write the hashes of files of `folder` into its `hashes.json`."""
     write_json(folder / HASHES, RunHashes(dict(files), digest(files)))
 
 
 def check_hashes(folder: Path) -> None:
-    """Reject a file of `folder` that is not as its run wrote it; one that is not there can mislead nobody."""
+    """Reject a folder whose files differ from those that its run wrote; missing files are allowed."""
     if not (folder / HASHES).is_file():
         return
     hashes = read_json(RunHashes, folder / HASHES, "list of hashes")
@@ -435,11 +319,12 @@ def check_hashes(folder: Path) -> None:
 
 
 def known_sha256(file: Path) -> str:
-    """Computed once in a process, for a file as it was then: the parts of a study are many, checkpoints are large."""
+    """The hash of a file, computed once in a process while the file stays unchanged."""
     now = file.stat()
-    return _hash(file, (now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns))
+    return _cached_sha256(file, (now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns))
 
 
 @lru_cache(maxsize=64)
-def _hash(file: Path, _: tuple[int, ...]) -> str:
+def _cached_sha256(file: Path, _: tuple[int, ...]) -> str:
+    """The hash of a file, cached by the file's state."""
     return sha256(file)

@@ -1,7 +1,7 @@
-"""How does a class of the user's become a model? `model = "module:Class"`, made with the sizes and options of a run.
+"""How does a custom class become a model? `model = "module:Class"`, made with the sizes and options of a run.
 
-Only a class that was registered is made, and only the user registers: with settings or a study of hers that name it,
-with `--with-model module:Class`, or with `register_model`. A checkpoint's file names a class, and that imports nothing.
+LoopScope only makes registered classes, and only the user registers a class: with settings or a study that name it,
+with `--with-model module:Class`, or with `register_model`. A class name in a checkpoint's file never imports code.
 """
 
 from dataclasses import fields, replace
@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from loopscope.errors import UserError, reason, reject
-from loopscope.models.checkpoint_folder import ModelSettings, not_registered
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import ModelSettings, not_registered
 from loopscope.user_code import is_user_name, load_code, source_sha256
 
 MODELS: dict[str, type[LoopedModel]] = {}
-"""The classes of the user's that may be made, by module:Class."""
+"""The registered custom classes, by module:Class."""
 _SIZES = {"num_loops": "loops", "block_size": "block_size", "vocab_size": "vocab_size"}
-"""What a model says of itself, and the keyword argument that it was given for it."""
+"""The attributes of a model that give its sizes, and the keyword arguments for them."""
 
 
 def register_model(model: str | type[LoopedModel]) -> str:
@@ -54,11 +54,11 @@ def register_model(model: str | type[LoopedModel]) -> str:
 
 
 def custom_model(settings: ModelSettings, vocab_size: int, block_size: int) -> LoopedModel:
-    """The model that these settings describe, of a class that is registered and has the text that they name."""
+    """Make the custom model of these settings; its class must be registered, and have the source that they name."""
     name = str(settings.name)
     if name not in MODELS:
         raise not_registered(name)
-    register_model(name)  # its text may have changed since
+    register_model(name)  # its source may have changed since
     source_sha256(name, "model", settings.source_sha256 or None, MODELS[name])
     given = {"vocab_size": vocab_size, "block_size": block_size, "loops": settings.loops}
     chosen = {} if settings.gate == "none" else {"gate": settings.gate}
@@ -78,14 +78,14 @@ def custom_model(settings: ModelSettings, vocab_size: int, block_size: int) -> L
 
 
 def tied_tensors(model: nn.Module) -> dict[str, str]:
-    """Parameters that are another one, by their names: those that come later, and the first of each."""
+    """Parameters that are the same tensor as another: the later names, with the first name of each."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: other for name, value in every if (other := first.setdefault(id(value), name)) != name}
 
 
 def looped_parameters(model: LoopedModel) -> list[nn.Parameter]:
-    """The parameters that every loop applies again: those of its block, or all that a step's result depends on."""
+    """The parameters that every loop applies again: the block's, or all on which the result of a step depends."""
     block = getattr(model, "block", None)
     if isinstance(block, nn.Module):
         return list(block.parameters())

@@ -1,5 +1,5 @@
-"""What do language models have in common? RMSNorm, SwiGLU, rotary attention with grouped heads, the head and the gate
-of decoders of the Llama family, and the keys of `config.json` that say how large they are; in the names of the Hub.
+"""Which layers do language models share? RMSNorm, SwiGLU, grouped-query attention with rotary positions, head and gate,
+and the keys of `config.json` with their sizes; in the names of the Hub.
 
 Shapes: S states, D width, M tokens, K inputs, N outputs.
 """
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
 from loopscope.errors import UserError
 from loopscope.models.attention import Llama3Scaling, Rotary, cached_attention
-from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.linear import Linear
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 RopeType = Literal["default", "llama3"]
@@ -26,24 +26,24 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected."""
+    """Hold the keys of `config.json` that a network depends on; other keys are ignored, unsupported values rejected."""
 
     beside_network: ClassVar[tuple[str, ...]] = ()
-    """Keys that follow from others, or can be written in two ways, and those that say how many loops it runs."""
+    """Keys that follow from other keys, that have two spellings, or that give the number of loops."""
 
     @property
     def network(self) -> dict[str, Any]:
-        """What they say of the network, in whichever way they say it."""
+        """The keys that the network depends on, in one spelling."""
         return {name: value for name, value in plain(self).items() if name not in self.beside_network and value}
 
     @property
     def sha256(self) -> str:
-        """What tells this network from another with the same weights."""
+        """The hash that distinguishes networks with the same weights."""
         return digest([type(self).__name__, self.network])[:16]
 
 
 class RopeParameters(msgspec.Struct, frozen=True):
-    """Rotary positions as newer configurations write them: the plain ones, or those of Llama 3."""
+    """Read rotary positions as newer configurations write them: plain, or scaled as in Llama 3."""
 
     rope_theta: RotaryBase | None = None
     rope_type: RopeType | None = None
@@ -71,6 +71,8 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
 
 class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
+    """Read the `config.json` keys of decoders of the Llama family."""
+
     beside_network: ClassVar[tuple[str, ...]] = (
         *("head_dim", "num_key_value_heads", "layer_types"),
         *("rope_theta", "rope_scaling", "rope_parameters"),
@@ -81,7 +83,7 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
     intermediate_size: Width
     num_hidden_layers: Layers
     num_attention_heads: Width
-    num_key_value_heads: Width | None = None  # as many as attention heads
+    num_key_value_heads: Width | None = None  # default: as many as attention heads
     max_position_embeddings: Positions
     rope_theta: RotaryBase | None = None  # here, or in rope_parameters
     rms_norm_eps: Epsilon
@@ -113,7 +115,7 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
         return Rotary(self.head_width, theta, scaling=next(iter(self._ropes("scaling")), None))
 
     def _ropes(self, key: Literal["rope_theta", "scaling"]) -> set[Any]:
-        """What the configuration says of rotary positions, in all places."""
+        """All values of this key that the configuration gives for rotary positions."""
         ropes = (RopeParameters(rope_theta=self.rope_theta), self.rope_scaling, self.rope_parameters)
         return {getattr(rope, key) for rope in ropes if rope is not None} - {None}
 
@@ -136,7 +138,7 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
 
 
 class LoopedDecoder(LoopedModel):
-    """What Ouro and looped Llamas have in common: `model` is the network without the head."""
+    """Be the base of Ouro and looped Llamas; `model` is the network without the head."""
 
     kv_cache = branches = True
 
@@ -158,7 +160,7 @@ class LoopedDecoder(LoopedModel):
 
     @property
     def gate(self) -> nn.Linear | None:
-        """What `halt` applies."""
+        """The gate that `halt` applies; None without a gate."""
         return self.model.early_exit_gate
 
     def predict(self, head_input: Tensor) -> Tensor:
@@ -169,8 +171,10 @@ class LoopedDecoder(LoopedModel):
 
 
 class DecoderBackbone(nn.Module):
+    """Hold embedding, layers, final norm and gate of a decoder, under the Hub's names."""
+
     def __init__(self, config: DecoderConfig, gate: bool, injection: bool = False, **options: bool) -> None:
-        """`options` are those of every layer."""
+        """`options` are the options of every layer."""
         super().__init__()
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
@@ -181,18 +185,18 @@ class DecoderBackbone(nn.Module):
         self.early_exit_gate = nn.Linear(width, 1) if gate else None
 
 
-def through(layers: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
-    """[S, D] -> [S, D]"""
+def run_layers(layers: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
+    """Run hidden states [S, D] through layers."""
     for layer in layers:
         hidden = layer(hidden, layout)
     return hidden
 
 
 def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
-    """Halt logits [...] of a language model's gate; in float32, since in bf16 the exit CDF would round to 1 too early.
+    """Halt logits [...] of a language model's gate, in float32: in bf16 the exit CDF would round to 1 too early.
 
-    One with an adapter around it is more than its weights, and computes in the precision of these; so do weights of
-    another kind (quantised ones).
+    A gate with an adapter around it, or with weights of another kind (quantised weights), computes in its own
+    precision.
     """
     if not isinstance(gate.weight, Tensor):
         raise UserError(
@@ -208,8 +212,9 @@ def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """With biases and with norms of queries and keys where a model has them; with `sandwich`, what attention and MLP
-    make is normalised, too.
+    """A decoder layer: attention and MLP with pre-norms, with the biases and query and key norms of its model.
+
+    With `sandwich`, the outputs of attention and MLP are normalised, too.
     """
 
     def __init__(
@@ -238,9 +243,11 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
+    """Causal attention with grouped heads and rotary positions."""
+
     def __init__(self, config: DecoderConfig, layer: str, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> None:
         super().__init__()
-        self.layer_name = layer  # under which the cache keeps its keys and values
+        self.layer_name = layer  # the name of its keys and values in the cache
         self.head_width, self.rotary = config.head_width, config.rotary
         self.heads = (config.num_attention_heads, config.key_value_heads, config.key_value_heads)
         inner, shared = (heads * self.head_width for heads in self.heads[:2])
@@ -263,6 +270,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The gated MLP of the Llama family."""
+
     def __init__(self, config: DecoderConfig, bias: bool) -> None:
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
@@ -274,6 +283,8 @@ class SwiGLU(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """Normalise states to mean square 1, and scale them."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -287,5 +298,5 @@ class RMSNorm(nn.Module):
 
 
 def rms_normalised(hidden: Tensor, eps: float) -> Tensor:
-    """[..., D] of mean square 1; computed in float32, whatever the model's precision, and rounded to it."""
+    """[..., D] normalised to mean square 1; computed in float32, then rounded to the model's precision."""
     return F.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)

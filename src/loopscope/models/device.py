@@ -1,4 +1,4 @@
-"""Where may a model run, and how does it get there? On the CPU, on a CUDA device, or on MPS where that works."""
+"""On which device does a model run, and how do values get there? The CPU, a CUDA device, or MPS if it works."""
 
 import ctypes
 import os
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from loopscope.errors import UserError
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as mallopt knows them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the option numbers of mallopt
 _LARGE = 1 << 30
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device of this name, after something was put there; `auto` is CUDA, MPS or the CPU, the first that works."""
+    """Find a device that works by allocating on it; `auto` takes the first of CUDA, MPS and the CPU that works."""
     candidates = [name]
     if name == "auto":
         candidates = [f"cuda:{torch.cuda.current_device()}"] if torch.cuda.is_available() else []
@@ -31,19 +31,19 @@ def check_device(name: str | torch.device) -> torch.device:
 
 
 def devices_of_type(device: torch.device) -> list[str]:
-    """Every device of this type that this machine has: one for each CUDA device, and otherwise the device itself."""
+    """All devices of this type on this machine: every CUDA device, or the device itself."""
     if device.type != "cuda":
         return [device.type]
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
 
 
 def accumulator(device: torch.device) -> torch.dtype:
-    """What sums are taken in: float64, where the device has it."""
+    """The type for sums on a device: float64 if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def upload(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
-    """The values on a device. To CUDA without a wait: from ordinary memory the host would, for all that runs there."""
+    """Copy values to a device; to CUDA from pinned memory, so that the host does not wait."""
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
@@ -51,7 +51,7 @@ def upload(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device that works on its own has done all it was told to do."""
+    """Wait until a device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -59,13 +59,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_memory() -> None:
-    """Lets glibc keep what was freed: otherwise every large tensor costs new pages, a tenth of a small model's time."""
+    """Let glibc keep freed memory: otherwise new pages for large tensors cost a tenth of a small model's time."""
     with suppress(AttributeError, OSError, TypeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, _LARGE)
         mallopt(_TRIM_THRESHOLD, _LARGE)
+
+
+def to_host(values: Tensor) -> NDArray[Any]:
+    """Copy a tensor to the host as float32."""
+    return values.float().cpu().numpy()

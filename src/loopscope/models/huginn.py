@@ -1,9 +1,9 @@
 """Huginn, the recurrent-depth language model, in native PyTorch and in the parameter names of its checkpoints.
 
 A prelude embeds the tokens once: e. Every loop mixes the state with e and runs the core: s = core(adapter([s, e])). The
-state is read through a coda: its own layers, with attention, between the final norm applied twice. So the pooled state
-is s itself, which is what the model's own exit criteria look at, and `head_input` costs the coda: a readout of logits
-at every loop pays it at every loop, one of the state's change does not. There is no gate.
+state is read through a coda: its own layers, with attention, between the final norm applied twice. The pooled state
+is s itself, which the model's own exit criteria read. `head_input` costs the coda: a readout of logits pays it at every
+loop, a readout of the state's change does not. There is no gate.
 
 Shapes: B rows, S states, D width, V vocabulary.
 """
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest
 from loopscope.models.attention import Rotary, cached_attention
-from loopscope.models.checkpoint_folder import require_values
-from loopscope.models.decoder_layers import Linear, NetworkConfig, through
+from loopscope.models.decoder_layers import Linear, NetworkConfig, run_layers
 from loopscope.models.device import upload
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState
+from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 
 class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
+    """Hold the `config.json` keys of Huginn."""
+
     beside_network = ("mean_recurrence", "num_key_value_heads", "head_dim")
 
     vocab_size: Vocabulary
@@ -68,6 +70,8 @@ class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
 
 
 class Huginn(LoopedModel):
+    """Huginn as a looped model: prelude, recurrent core and coda."""
+
     kv_cache = branches = True
     head_attends = True
     unneeded = ("lm_head.weight", "freqs_cis")  # the embedding again, and the angles of the rotary positions
@@ -81,7 +85,7 @@ class Huginn(LoopedModel):
         core = config.n_layers_in_recurrent_block
         self.embed_cost, self.head_cost = config.n_layers_in_prelude / core, config.n_layers_in_coda / core
         self.initial_state: Literal["zeros", "random"] = "zeros"
-        """Where the loops begin; random as in training, but the same for all rows at a position, as `seed` gives it."""
+        """The state before loop 1; "random" as in training, but from `seed`, the same for all rows at a position."""
         self.seed = 0
         self.transformer = HuginnBackbone(config)
 
@@ -93,32 +97,32 @@ class Huginn(LoopedModel):
 
     @property
     def block(self) -> nn.Module:
-        """What every loop applies."""
+        """The core that every loop applies."""
         return nn.ModuleList([self.transformer.adapter, self.transformer.core_block])
 
     @property
     def gate(self) -> None:
-        """It has none."""
+        """None: Huginn has no gate."""
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         embedded = self.transformer.wte(tokens) * math.sqrt(self.config.n_embd)
-        embedded = through(self.transformer.prelude, embedded, layout)
+        embedded = run_layers(self.transformer.prelude, embedded, layout)
         start = torch.zeros_like(embedded)
         if self.initial_state == "random":
-            noise = _noise(self.seed, layout.max_context, self.config.n_embd)
+            noise = _initial_noise(self.seed, layout.max_context, self.config.n_embd)
             start = upload(noise, embedded.device).to(embedded)[layout.positions]
         return InjectedState(start, layout, torch.zeros_like(layout.lengths), embedded)
 
     def step(self, state: LoopState) -> LoopState:
         assert isinstance(state, InjectedState)
         mixed = self.transformer.adapter(torch.cat((state.hidden, state.embedded), dim=1))
-        hidden = through(self.transformer.core_block, mixed, state.layout)
+        hidden = run_layers(self.transformer.core_block, mixed, state.layout)
         return replace(state, hidden=hidden, loop=state.loop + 1)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """What the coda makes of the state; it attends, so it runs on whole rows."""
+        """The output of the coda on the state; the coda attends, so it runs on whole rows."""
         layout = state.layout
-        hidden = through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
+        hidden = run_layers(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
         if positions is not None:
             hidden = hidden.index_select(0, layout.states_at(positions))
         return self.transformer.ln_f(hidden)
@@ -128,31 +132,34 @@ class Huginn(LoopedModel):
 
 
 @lru_cache(maxsize=8)
-def _noise(seed: int, length: int, width: int) -> Tensor:
-    """[M, D] normal numbers of standard deviation sqrt(2/5), cut at three of them; longer rows begin with the same."""
+def _initial_noise(seed: int, length: int, width: int) -> Tensor:
+    """[M, D] truncated normal numbers with standard deviation sqrt(2/5); longer rows have the same beginning."""
     bits = np.random.Philox(key=seed).random_raw(length * width).reshape(length, width)
     share = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 * 2 - 1) * math.erf(3 / math.sqrt(2))
-    with torch.inference_mode(False):  # kept for whoever comes next, in training too
+    with torch.inference_mode(False):  # cached, also for later training
         return torch.erfinv(torch.from_numpy(share)).mul_(math.sqrt(2) * math.sqrt(2 / 5)).float()
 
 
 class HuginnBackbone(nn.Module):
+    """Hold embedding, prelude, core, coda and norms of Huginn, under its checkpoint's names."""
+
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.prelude = _blocks(config, "prelude", config.n_layers_in_prelude)
+        self.prelude = _huginn_blocks(config, "prelude", config.n_layers_in_prelude)
         self.adapter = Linear(2 * config.n_embd, config.n_embd, bias=False)
-        self.core_block = _blocks(config, "core", config.n_layers_in_recurrent_block)
-        self.coda = _blocks(config, "coda", config.n_layers_in_coda)
+        self.core_block = _huginn_blocks(config, "core", config.n_layers_in_recurrent_block)
+        self.coda = _huginn_blocks(config, "coda", config.n_layers_in_coda)
         self.ln_f = nn.RMSNorm(config.n_embd, config.norm_eps)
 
 
-def _blocks(config: HuginnConfig, name: str, count: int) -> nn.ModuleList:
+def _huginn_blocks(config: HuginnConfig, name: str, count: int) -> nn.ModuleList:
+    """The layers of Huginn's prelude, core or coda."""
     return nn.ModuleList(HuginnBlock(config, f"{name}.{number}") for number in range(count))
 
 
 class HuginnBlock(nn.Module):
-    """The norms stand around the sums: x = norm(attention(norm(x)) + x), the MLP likewise."""
+    """A layer of Huginn with norms around the sums: x = norm(attention(norm(x)) + x), the MLP likewise."""
 
     def __init__(self, config: HuginnConfig, layer: str) -> None:
         super().__init__()
@@ -168,9 +175,11 @@ class HuginnBlock(nn.Module):
 
 
 class HuginnAttention(nn.Module):
+    """Causal attention of Huginn, with biases of queries and keys."""
+
     def __init__(self, config: HuginnConfig, layer: str) -> None:
         super().__init__()
-        self.layer_name = layer  # under which the cache keeps its keys and values
+        self.layer_name = layer  # the name of its keys and values in the cache
         self.heads, self.head_width = config.n_heads, config.head_width
         self.rotary = Rotary(config.head_width, config.rope_base, interleaved=True)
         self.Wqkv = Linear(config.n_embd, 3 * config.n_embd, bias=False)
@@ -184,6 +193,8 @@ class HuginnAttention(nn.Module):
 
 
 class HuginnMLP(nn.Module):
+    """The gated MLP of Huginn."""
+
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
         self.fc = Linear(config.n_embd, 2 * config.intermediate_size, bias=False)

@@ -1,11 +1,11 @@
-"""What do later tokens need of earlier ones? Their keys and values: in every layer, and in every loop.
+"""Where are keys and values of earlier tokens kept? In a KV cache, for every layer and every loop.
 
-A cache keeps them for some rows, in every layer (by its name) and loop (0 is what comes before the first). Two kinds of
-layout reach into one: appending rows add their new tokens to it, and rows that begin with one shared prefix only read
-it. All loops of a layer lie in one tensor, so that rows at different loops are read and written together.
+A cache keeps rows of tokens, for every layer (by its name) and loop (0 is before the first loop). Two kinds of layout
+use it: appending rows add their new tokens, and rows with a shared prefix only read it. All loops of a layer are in one
+tensor, so that rows at different loops are read and written together.
 
-Shapes: L loops that the cache has room for, R its rows, C tokens it has room for, B rows of a batch, P tokens of all
-its rows, H heads, K head width, D width.
+Shapes: L loops, R rows and C tokens of a row for which the cache has room, B rows of a batch, P tokens of all rows, H
+heads, K head width, D width.
 """
 
 import math
@@ -21,44 +21,46 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 CAPACITY_STEP = 64
-"""Rows are made longer by multiples of this."""
+"""The length of rows grows by multiples of this."""
 MAX_RESERVED = 4096
-"""Tokens after a prompt for which room is made at once."""
+"""The most tokens after a prompt for which the cache makes room at once."""
 
 
 class KeysValues(NamedTuple):
+    """Hold the keys and values of a layer in the cache."""
+
     keys: Tensor  # [L, R, C, H, K] as they are stored
     values: Tensor
 
 
 class _LoopViews(NamedTuple):
-    """The same memory of one loop of a layer, or of all: every token needs them again."""
+    """Cache two views on the memory of one loop of a layer, or of all loops, for reuse by every token."""
 
-    tokens: KeysValues  # [R C, H, K] by token, where they are written
-    rows: KeysValues  # [R, H, C, K] by row and head, as attention reads them
+    tokens: KeysValues  # [R C, H, K] by token, for writing
+    rows: KeysValues  # [R, H, C, K] by row and head, for attention
 
 
 class CachedLoops(NamedTuple):
-    """The loops that tokens are at, by the number that the cache gives each."""
+    """Describe the loops of tokens by their numbers in the cache."""
 
-    looped: bool  # or before the loops
-    number: int | None  # of the one loop that all are at; None: they are at several
+    looped: bool  # False: before the first loop
+    number: int | None  # the common loop of all tokens; None: different loops
     first: int  # the smallest number
 
 
 @dataclass(eq=False)
 class KVCache:
-    """With `latest_only`, all loops share one place, which holds what the last loop that a token went through left."""
+    """Keep keys and values of rows by layer and loop; with `latest_only`, a token's last loop overwrites the others."""
 
     rows: int
     capacity: int
     latest_only: bool = False
-    most_loops: int = 1  # that it will be asked for, as far as one knows
-    _filled: int = field(default=0, init=False)  # tokens that some row may have, of those there is room for
-    _numbers: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
+    most_loops: int = 1  # an estimate of the loops that will be stored
+    _filled: int = field(default=0, init=False)  # the tokens that the longest row may have
+    _numbers: dict[int, int] = field(default_factory=dict, init=False)  # the place of each loop, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
     _views: dict[tuple[str, bool, int | None], _LoopViews] = field(default_factory=dict, init=False)  # parts of those
-    _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
+    _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop of each layer
     _states: dict[str, Tensor] = field(default_factory=dict, init=False)  # [loops, R, C, D], from loop 0 on
 
     def __post_init__(self) -> None:
@@ -68,11 +70,11 @@ class KVCache:
         return 0 if self.latest_only or not loop else self._numbers.setdefault(loop, len(self._numbers))
 
     def at(self, loop: int) -> CachedLoops:
-        """Where tokens that are all at this loop lie."""
+        """The place of tokens that are all at this loop."""
         return CachedLoops(loop > 0, self.number(loop), self.number(loop))
 
     def write(self, layer: str, at: CachedLoops, indices: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [P, H, K] of tokens: row (of several loops: of all) times capacity plus position."""
+        """Write keys and values [P, H, K] at row (over several loops: of all) times capacity plus position."""
         if at.number is None or (layer, at.looped, at.number) not in self._views:
             self._allocate(layer, at, keys, values)
         if at.number is None and (before := self._firsts[layer, at.looped]):
@@ -82,7 +84,7 @@ class KVCache:
         stored.values.index_copy_(0, indices, values)
 
     def read(self, layer: str, at: CachedLoops, rows: Tensor | slice, upto: int) -> KeysValues:
-        """[B, H, `upto`, K] the first tokens of rows (of several loops: of all): of neighbours there, else a copy."""
+        """[B, H, `upto`, K] the first tokens of rows: a view if the rows are neighbours, else a copy."""
         keys, values = (stored.narrow(2, 0, upto) for stored in self._view(layer, at).rows)
         before = self._firsts[layer, at.looped] * self.rows if at.number is None else 0
         if isinstance(rows, slice):
@@ -91,13 +93,13 @@ class KVCache:
             there = slice(rows.start - before, rows.stop - before)
             return KeysValues(keys[there], values[there])
         chosen = rows - before if before else rows
-        copies = (stored.transpose(1, 2).index_select(0, chosen) for stored in (keys, values))  # whole tokens at a time
+        copies = (stored.transpose(1, 2).index_select(0, chosen) for stored in (keys, values))  # copies whole tokens
         return KeysValues(*(copy.transpose(1, 2) for copy in copies))
 
     def write_states(self, name: str, deepest: int, indices: Tensor, states: Tensor) -> None:
-        """States [P, D] of tokens, from which their next loop can begin later, after loops up to the `deepest`.
+        """Write states [P, D] of tokens after loops up to the `deepest`, from which their next loop can begin later.
 
-        Each lies at (loop times rows plus row) times capacity plus position.
+        The index of a state is (loop times rows plus row) times capacity plus position.
         """
         there = self._states.get(name)
         if there is None or len(there) <= deepest:
@@ -107,12 +109,12 @@ class KVCache:
         there.view(-1, there.shape[-1]).index_copy_(0, indices, states)
 
     def read_states(self, name: str, indices: Tensor) -> Tensor:
-        """[P, D]"""
+        """[P, D] the stored states at these indices."""
         there = self._states[name]
         return there.view(-1, there.shape[-1]).index_select(0, indices)
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
-        """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
+        """Copy the entries of tokens (row times capacity plus position) at `loop` to the deeper `loops`."""
         own, deeper = self.number(loop), [self.at(each) for each in loops]
         for (layer, looped), found in list(self._keys_values.items()):
             place = own - self._firsts[layer, looped]
@@ -122,10 +124,10 @@ class KVCache:
                     self.write(layer, at, indices, keys, values)
 
     def grow(self, tokens: int, rows: int = 0, reserve: int = 0) -> None:
-        """Makes room for longer rows, or for more of them.
+        """Make room for longer rows, or for more rows.
 
-        With `reserve`, room for so many tokens is made at once: what is there is then not copied again, and on a CPU
-        memory is taken as it fills, page by page.
+        With `reserve`, the cache makes room for so many tokens at once: it does not copy its entries again, and on a
+        CPU the memory is used only page by page.
         """
         room = max(tokens, min(reserve, tokens + MAX_RESERVED))
         if tokens > self.capacity:
@@ -138,13 +140,13 @@ class KVCache:
 
     def _make_room(self) -> None:
         self._views.clear()
-        for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
+        for key, found in self._keys_values.items():  # one after the other, so that only one is copied at a time
             self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
         for name, states in self._states.items():
             self._states[name] = self._grown(states, len(states))
 
     def take(self, rows: Tensor) -> None:
-        """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
+        """Keep the rows of these indices, in this order and as often as named, as beam search needs."""
         self.rows = len(rows)
         self._views.clear()
         for key, found in self._keys_values.items():
@@ -154,11 +156,11 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """What the keys and values take."""
+        """The bytes of keys and values."""
         return sum(stored.nbytes for found in self._keys_values.values() for stored in found)
 
     def _view(self, layer: str, at: CachedLoops) -> _LoopViews:
-        """Of one loop, or of all: then their rows follow each other."""
+        """The views on one loop of a layer, or on all its loops with their rows one after the other."""
         found = self._views.get((layer, at.looped, at.number))
         if found is None:
             stored, first = self._keys_values[layer, at.looped], self._firsts[layer, at.looped]
@@ -169,7 +171,7 @@ class KVCache:
         return found
 
     def _allocate(self, layer: str, at: CachedLoops, keys: Tensor, values: Tensor) -> None:
-        """Makes tensors for a layer, with room for the loops from these on that were asked for."""
+        """Allocate the tensors of a layer, with room for the requested loops from these on."""
         key, end = (layer, at.looped), len(self._numbers) if at.looped and not self.latest_only else 1
         if key not in self._keys_values:
             self._firsts[key] = at.first
@@ -186,7 +188,7 @@ class KVCache:
             self._keys_values[key] = KeysValues(*(self._grown(stored, loops, before) for stored in found))
 
     def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
-        """The same in a larger tensor, with room for so many loops before what there is."""
+        """Copy a tensor into a larger one, with room for so many loops before its own."""
         grown = _untouched_zeros((loops, self.rows, self.capacity, *stored.shape[3:]), stored)
         filled = stored[:, :, : self._filled]
         grown[before : before + len(stored), : filled.shape[1], : filled.shape[2]] = filled
@@ -194,7 +196,7 @@ class KVCache:
 
 
 def _untouched_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros on the device and in the precision of another tensor; on a CPU memory that nobody has written to yet."""
+    """Zeros with device and precision of another tensor; on a CPU the memory is not touched yet."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     untouched = np.zeros(math.prod(shape) * like.element_size(), dtype=np.uint8)
@@ -203,18 +205,18 @@ def _untouched_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class AppendingRows:
-    """Rows whose new tokens come after what the cache has of them, and join it."""
+    """Append new tokens to rows of a cache, after their cached tokens."""
 
     kv_cache: KVCache
-    rows: Integers  # [B] of the cache
-    cached: Integers  # [B] how many tokens are there already
+    rows: Integers  # [B] their indices in the cache
+    cached: Integers  # [B] their cached tokens
     loops: Integers  # [B]
 
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
     def follows(self, other: "CachedRows | None") -> bool:
-        """Whether these are the same tokens, perhaps at another loop."""
+        """Whether the other rows are the same tokens, perhaps at a different loop."""
         if not isinstance(other, AppendingRows):
             return False
         if self.rows is other.rows and self.cached is other.cached:
@@ -223,42 +225,42 @@ class AppendingRows:
 
     @cached_property
     def at(self) -> CachedLoops:
-        """Where their loops lie in the cache; all or none of them are 0."""
+        """The place of their loops in the cache; all or none of the loops are 0."""
         numbers = {self.kv_cache.number(loop) for loop in dict.fromkeys(self.loops.tolist())} or {0}
         return CachedLoops(bool(self.loops.any()), min(numbers) if len(numbers) == 1 else None, min(numbers))
 
     @cached_property
     def places(self) -> Integers:
-        """[B] where they lie among the rows of their loop, or of all loops where they are at several."""
+        """[B] their indices among the rows of their loop, or among all loops' rows if they are at several."""
         if self.at.number is not None:
             return self.rows
         numbers = np.array([self.kv_cache.number(loop) for loop in self.loops.tolist()], dtype=np.int64)
         return numbers * self.kv_cache.rows + self.rows
 
     def read(self, layer: str, places: Tensor | slice, upto: int) -> KeysValues:
-        """[B, H, `upto`, K] the first tokens at these places."""
+        """[B, H, `upto`, K] the first tokens of the rows at these indices."""
         return self.kv_cache.read(layer, self.at, places, upto)
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefix:
-    """Rows that begin with a prefix that was run before; each names its cache (of one row), or None."""
+    """Continue a shared prefix that has already run; every row names its cache (with one row), or None."""
 
     kv_caches: NDArray[np.object_]  # [B] of KVCache | None
-    cached: Integers  # [B] how many tokens it has
+    cached: Integers  # [B] tokens of the prefix
     loops: Integers  # [B]
 
     def take(self, rows: Integers) -> "SharedPrefix":
         return SharedPrefix(self.kv_caches[rows], self.cached[rows], self.loops[rows])
 
     def read(self, layer: str, row: int, upto: int) -> KeysValues:
-        """[1, H, `upto`, K] what this row comes after."""
+        """[1, H, `upto`, K] the prefix of this row."""
         kv_cache: KVCache = self.kv_caches[row]
         return kv_cache.read(layer, kv_cache.at(int(self.loops[row])), slice(0, 1), upto)
 
     @property
     def group_keys(self) -> Integers:
-        """[B] rows with the same key can attend together."""
+        """[B] keys; rows with the same key can attend together."""
         names = np.array([id(cache) for cache in self.kv_caches], dtype=np.int64)
         return np.unique(names, return_inverse=True)[1] * (int(self.loops.max(initial=0)) + 1) + self.loops
 

@@ -1,12 +1,12 @@
-"""How does a CPU multiply few tokens with a large matrix? Not as PyTorch does, which packs it again every time.
+"""How does a CPU multiply few tokens with a large matrix? With packed weights: PyTorch would pack them in every call.
 
-Where a measurement on this machine says that it is faster, `pack_weights` puts every large matrix into the order in
-which oneDNN reads it, once and in place of the plain one. Up to about eight tokens then take little longer than one.
-A packed model answers and nothing else: it is saved, hashed and copied as the plain one, and training refuses it.
+If a measurement shows that it is faster on this machine, `pack_weights` rearranges every large matrix into oneDNN's own
+order, once. Up to about eight tokens then take little longer than one. A packed model only answers: it is saved, hashed
+and copied like the plain model, and training rejects it.
 
-`quantise_weights` goes further: it rounds the matrices to int8. That is another precision, and another model.
+`quantise_weights` rounds the matrices to int8. This is a different precision, and a different model.
 
-Other matrices stay as they are, and their products are turned round for few tokens.
+Other matrices stay unchanged, and their products with few tokens are transposed.
 
 Shapes: M tokens, K inputs, N outputs.
 """
@@ -33,9 +33,9 @@ MIN_WIDE = 1024
 """Inputs from which on sixteen columns take less time than six to eight, of a matrix that is not much taller; from
 twice as many on, one thread is faster at a product with a vector."""
 MIN_PACKED = 1 << 18
-"""Numbers of a matrix from which on packing is tried."""
+"""A matrix with at least so many numbers is tried packed."""
 MAX_PACKED_SHARE = 0.95
-"""A matrix is packed if its products then take at most this share of their time."""
+"""A matrix is packed if its products then take at most this share of the plain time."""
 _PACKED_FOR = 8
 _FEWEST, MIN_FILLED_UP = 4, 1 << 20
 """Tokens that one and two are filled up to: the library's own way with those takes up to 1.4 times as long, of matrices
@@ -44,13 +44,13 @@ _MEASURED_TOKENS = (1, 4, 8)
 _TURNS = 4
 _multiply: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
 _outside: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""Layers whose weights no compiler reads, by number: in a compiled graph each is one operator."""
+"""Layers whose weights the compiler does not read, by number: each is one operator of a compiled graph."""
 _faster: dict[tuple[Any, ...], bool] = {}
-"""What was measured in this process, by shape, precision and number of threads."""
+"""The measurements of this process, by shape, precision and number of threads."""
 
 
 class Linear(nn.Linear):
-    """nn.Linear, also for few tokens on a CPU; in training, and where it is compiled, just that.
+    """Compute nn.Linear, also for few tokens on a CPU; in training and in compiled graphs it is nn.Linear itself.
 
     A linear layer of PyTorch computes x W^T. For one token that is a product with a vector, which the library's kernel
     runs on one thread; for two to about a dozen it packs the whole matrix first, every time, which takes longer than to
@@ -60,7 +60,7 @@ class Linear(nn.Linear):
     """
 
     number: int | None = None
-    """Under which `keep_outside` has it."""
+    """The layer's number in a compiled graph, set by `keep_outside`."""
 
     @property
     def is_packed(self) -> bool:
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
             product = torch.mm(self.weight, columns)
         else:
             product = torch.addmm(self.bias[:, None], self.weight, columns)
-        return product[:, : len(input)].t().contiguous()  # so that the next one can turn it round again
+        return product[:, : len(input)].t().contiguous()  # so that the next layer can transpose it back
 
     def train(self, mode: bool = True) -> "Linear":
         """Reject training of packed weights: an optimizer would change what no product reads."""
@@ -110,7 +110,7 @@ class Linear(nn.Linear):
         return _multiply(F.pad(input, (0, 0, 0, _FEWEST - tokens)), weight, self.bias, "none", [], "")[:tokens]
 
     def _filled_up(self, input: Tensor) -> Tensor:
-        """[.., K] with rows of anything after these, as many as make the product faster."""
+        """[.., K] with additional rows, as many as make the product faster."""
         tokens = len(input)
         if tokens == 1:
             return torch.cat((input, input))
@@ -122,8 +122,8 @@ class Linear(nn.Linear):
         return F.pad(input, (0, 0, 0, missing)) if missing else input.contiguous()
 
     def _few(self, input: Tensor) -> bool:
-        """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
-        if type(self.weight) is not nn.Parameter:  # of another kind, as quantised ones are
+        """Whether these are few tokens [M, K] on a CPU in single precision; other cases have their own kernels."""
+        if type(self.weight) is not nn.Parameter:  # another kind of weight, such as quantised weights
             return False
         if input.dim() != 2 or input.device.type != "cpu" or not input.dtype == self.weight.dtype == torch.float32:
             return False
@@ -132,14 +132,14 @@ class Linear(nn.Linear):
         return 0 < len(input) <= MAX_TURNED
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, is of the plain matrix."""
+        """Copy or pickle the plain matrix."""
         state = dict(self.__dict__)
         if self.is_packed:
             state["_parameters"] = dict(state["_parameters"], weight=nn.Parameter(self.weight.to_dense(), False))
         return state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
-        """Another device or precision knows the plain matrix."""
+        """Move or convert the plain matrix, not the packed one."""
         self.unpack()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -155,7 +155,7 @@ class Linear(nn.Linear):
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights on a CPU: one scale for every output, and one for every token's inputs.
+    """Compute a linear layer with int8 weights on a CPU: a scale for every output, and for every token's inputs.
 
     oneDNN multiplies int8 with int8 and sums without rounding. Since no two tokens share a scale, a token's product is
     the same, bit for bit, whichever tokens come with it.
@@ -171,7 +171,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         weight = layer.weight.detach().float()
         rounded, scales = _rounded_rows(weight)
-        self.register_buffer("weight", _packed_int8(rounded))
+        self.register_buffer("weight", _pack_int8(rounded))
         self.register_buffer("scales", scales[:, 0])
         self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().float())
         self.eval()
@@ -201,12 +201,12 @@ class Int8Linear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, is made of the plain matrix."""
+        """Copy or pickle the plain matrix."""
         return dict(self.__dict__, _buffers=dict(self._buffers, weight=self.plain_weight))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.weight = _packed_int8(self.weight)
+        self.weight = _pack_int8(self.weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -223,17 +223,19 @@ def keep_outside(model: nn.Module) -> None:
 
 @torch.library.custom_op("loopscope::linear", mutates_args=())
 def _linear_outside(input: Tensor, number: int, outputs: int) -> Tensor:
+    """Run a layer with packed or int8 weights as one operator of a compiled graph."""
     product: Tensor = _outside[number](input)
     return product
 
 
 @_linear_outside.register_fake
 def _(input: Tensor, number: int, outputs: int) -> Tensor:
+    """The shape of this operator's output, for the compiler."""
     return input.new_empty((*input.shape[:-1], outputs))
 
 
 def _rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, K] as int8, and the scale [R, 1] of every row."""
+    """Round rows [R, K] to int8, with the scale [R, 1] of every row."""
     scales = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(torch.finfo(rows.dtype).tiny)
     return (rows / scales).round_().to(torch.int8), scales
 
@@ -252,21 +254,24 @@ def _int8_product(inputs: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def _int8_is_exact() -> bool:
-    """Whether this CPU adds up products of int8 without rounding: those without VNNI saturate."""
+    """Whether this CPU sums int8 products without rounding: CPUs without VNNI saturate."""
     largest = torch.full((64, 64), 127, dtype=torch.int8)
-    return bool((_int8_product(largest, _packed_int8(largest), torch.ones(64)) == 64 * 127 * 127).all())
+    return bool((_int8_product(largest, _pack_int8(largest), torch.ones(64)) == 64 * 127 * 127).all())
 
 
-def _packed_int8(weight: Tensor) -> Tensor:
+def _pack_int8(weight: Tensor) -> Tensor:
+    """Pack int8 weights into oneDNN's order."""
     packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, [_PACKED_FOR, weight.shape[1]])
     return packed
 
 
 def _untrainable_int8() -> UserError:
+    """The error for training int8 weights."""
     return UserError("int8 weights cannot be trained; load the model in another precision (--dtype float32).")
 
 
 def _untrainable() -> UserError:
+    """The error for training packed weights."""
     return UserError(
         "The weights are packed for inference, and cannot be trained; load the model with load_model(..., pack=False)."
     )
@@ -274,9 +279,9 @@ def _untrainable() -> UserError:
 
 @torch.no_grad()
 def quantise_weights(model: nn.Module) -> None:
-    """Put int8 in place of the matrices of linear layers, one after the other; all else becomes float32.
+    """Replace the matrices of linear layers by int8, one after the other; all other weights become float32.
 
-    A matrix that is also another's (a head tied to its embedding) stays as it is, since rows of it are read.
+    A matrix that is tied to another (a head tied to its embedding) stays unchanged, since its rows are read.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise UserError("int8 weights need oneDNN, which this build of PyTorch lacks; take --dtype bfloat16.")
@@ -301,10 +306,11 @@ def quantise_weights(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_weights(model: nn.Module, measure: bool = True) -> int:
-    """Pack the matrices of linear layers on a CPU, in place, where that makes the products of few tokens faster.
+    """Pack the matrices of linear layers on a CPU, in place, if that makes products of few tokens faster.
 
-    A matrix that is also another's (a head tied to its embedding) stays as it is, since rows of it are read. Shapes are
-    measured once in a process. Without `measure`, all others are packed. Returns how many are.
+    A matrix that is tied to another (a head tied to its embedding) stays unchanged, since its rows are read. Each shape
+    is measured once in a process. Without `measure`, all other matrices are packed. Returns the number of packed
+    matrices.
     """
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for layer in model.modules():
@@ -317,6 +323,7 @@ def pack_weights(model: nn.Module, measure: bool = True) -> int:
 
 
 def _can_be_packed(weight: Tensor) -> bool:
+    """Whether oneDNN can pack a matrix on this device, in this precision."""
     if weight.device.type != "cpu" or weight.is_mkldnn or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
@@ -325,6 +332,7 @@ def _can_be_packed(weight: Tensor) -> bool:
 
 
 def _pack_if_faster(layer: Linear) -> None:
+    """Pack a linear layer's matrix, unless a measurement shows that it is slower."""
     key = (*layer.weight.shape, layer.weight.dtype, torch.get_num_threads())
     plain = layer.weight
     if _faster.get(key, True):
@@ -336,7 +344,7 @@ def _pack_if_faster(layer: Linear) -> None:
 
 
 def _time_share(layer: Linear, plain: Tensor) -> float:
-    """What the products of few tokens take with packed weights, by what they take with plain ones; least of turns."""
+    """The time of products of few tokens with packed weights, relative to plain weights; the least of several tries."""
     packed, shares = layer.weight, []
     for tokens in _MEASURED_TOKENS:
         given = torch.ones(tokens, layer.in_features, dtype=plain.dtype)

@@ -1,17 +1,16 @@
-"""A looped model made of an ordinary decoder of the Llama family: Llama, SmolLM, Mistral, Qwen 2 and 3.
+"""A looped model made from an ordinary decoder of the Llama family: Llama, SmolLM, Mistral, Qwen 2 and 3.
 
-Its first layers, the prelude, run once. Every loop runs the core, the layers after them, again: h = core(h). The state
-is read through the coda: the last layers and the final norm. So loop 1 is the original model, if all of its layers are
-there and nothing below was trained. Three parts may be added, and change nothing at loop 1 before training (but for
-the damping, if it is not 1):
+Its first layers, the prelude, run once. Every loop runs the core, the next layers: h = core(h). The state is read
+through the coda: the last layers and the final norm. With all layers and before training, loop 1 is the original model.
+Three parts may be added; before training, they do not change loop 1 (except a damping other than 1):
 
 - damping a: h = h + a (core(h) - h);
-- injection: a linear map of what the prelude made of the tokens is added to the state before every loop;
+- injection: a linear map of the prelude's output is added to the state before every loop;
 - gate: a linear map of the pooled state to a halt logit.
 
-The pooled state is the state, normalised to a mean square of 1, since that of a Llama grows from layer to layer; or,
-without a coda, by the final norm, which the head reads. `head_input` costs the coda: a readout of logits pays it at
-every loop, one of the state or of the gate at the exit.
+The pooled state is the state, normalised to a mean square of 1 because a Llama's state grows from layer to layer;
+without a coda, the final norm normalises it. `head_input` costs the coda: a readout of logits pays it at every loop, a
+readout of the state or of the gate only at the exit.
 
 Shapes: S states, D width, V vocabulary.
 """
@@ -25,9 +24,10 @@ import msgspec
 from torch import Tensor, nn
 
 from loopscope.config import Layers, Loops, Settings, plain
-from loopscope.models.checkpoint_folder import Source, require_values
-from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, through
+from loopscope.models.checkpoint_folder import Source
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, run_layers
 from loopscope.models.looped_model import InjectedState, LoopState, initial_loop_state
+from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
@@ -35,7 +35,7 @@ Damping = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
 class Looping(Settings, frozen=True, kw_only=True):
-    """How a decoder is looped. Layers are counted without those that were dropped."""
+    """Describe how a decoder is looped; dropped layers are not counted."""
 
     source: Source
     prelude: LayerNumber
@@ -48,7 +48,7 @@ class Looping(Settings, frozen=True, kw_only=True):
 
 
 class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
-    """The original's keys and how it is looped; unsupported values are refused, other keys ignored."""
+    """Hold the original's `config.json` keys and its looping; unsupported values are rejected, other keys ignored."""
 
     model_type: Literal["looped_llama"]
     looping: Looping
@@ -76,11 +76,13 @@ class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
 
     @property
     def coda(self) -> int:
-        """How many layers run after the last loop."""
+        """The number of layers that run after the last loop."""
         return self.num_hidden_layers - self.looping.prelude - self.looping.core
 
 
 class LoopedLlama(LoopedDecoder):
+    """A decoder of the Llama family as a looped model: prelude, looped core, and coda."""
+
     config: LoopedLlamaConfig
     unneeded = ("self_attn.rotary_emb.inv_freq",)
 
@@ -101,11 +103,11 @@ class LoopedLlama(LoopedDecoder):
         self.embed_cost, self.head_cost = looping.prelude / looping.core, config.coda / looping.core
         for added in (backbone.injection, backbone.early_exit_gate):
             for parameter in () if added is None else added.parameters():
-                nn.init.zeros_(parameter)  # at the start it says nothing
+                nn.init.zeros_(parameter)  # without effect before training
 
     @property
     def block(self) -> nn.Module:
-        """What every loop applies."""
+        """The core that every loop applies."""
         return nn.ModuleList(self._core)
 
     @property
@@ -115,7 +117,7 @@ class LoopedLlama(LoopedDecoder):
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         layers = islice(self.model.layers, self.config.looping.prelude)
-        embedded = through(layers, self.model.embed_tokens(tokens), layout)
+        embedded = run_layers(layers, self.model.embed_tokens(tokens), layout)
         state = initial_loop_state(embedded, layout)
         return state if self.model.injection is None else InjectedState(embedded, layout, state.loop, embedded)
 
@@ -124,7 +126,7 @@ class LoopedLlama(LoopedDecoder):
         if self.model.injection is not None:
             assert isinstance(state, InjectedState)
             hidden = hidden + self.model.injection(state.embedded)
-        updated = through(self._core, hidden, state.layout)
+        updated = run_layers(self._core, hidden, state.layout)
         if looping.damping != 1:
             updated = state.hidden + looping.damping * (updated - state.hidden)
         return replace(state, hidden=updated, loop=state.loop + 1)
@@ -136,11 +138,11 @@ class LoopedLlama(LoopedDecoder):
         return self.model.norm(hidden)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """What the coda makes of the state; it attends, so it runs on whole rows."""
+        """The output of the coda on the state; the coda attends, so it runs on whole rows."""
         if not self.head_attends:
             return self.pooled(state, positions)
         coda = islice(self.model.layers, self.config.looping.prelude + self.config.looping.core, None)
-        hidden = through(coda, state.hidden, state.layout)
+        hidden = run_layers(coda, state.hidden, state.layout)
         if positions is not None:
             hidden = hidden.index_select(0, state.layout.states_at(positions))
         return self.model.norm(hidden)

@@ -1,14 +1,14 @@
-"""The model contract: what must a model be able to do to be recorded, diagnosed and run adaptively?
+"""What is a looped model? The contract that a model must keep to be recorded, diagnosed and run adaptively.
 
-Four things: `embed` (tokens -> state), `step` (the shared block, once), `predict` (state -> logits) and `halt`
-(state -> halt logit, if it has a gate). Nothing in a state ties its rows together: rows can be taken out and joined
+Four methods: `embed` (tokens -> state), `step` (the shared block, once), `predict` (state -> logits) and `halt`
+(state -> halt logit, if it has a gate). The rows of a state are independent: LoopScope takes rows out, and joins them
 with rows at other loops, because the block is the same at every depth.
 
-What else a model can do it declares: `kv_cache` (its tokens attend to cached ones, so that it writes text), `branches`
-(a row may end in several continuations, the choices of a question), `causal` (a token sees none after it). LoopScope
-rejects what a model does not declare, and `check_model` compares what it declares with the plain pass.
+A model declares its other abilities: `kv_cache` (its tokens attend to cached tokens, so it can generate text),
+`branches` (a row may end in several continuations, the choices of a question), `causal` (a token sees no later token).
+LoopScope rejects uses that a model does not declare, and `check_model` compares the declared ones with the plain pass.
 
-`SimpleLoopedModel` adapts a network that knows padded batches and nothing else.
+`SimpleLoopedModel` adapts a network that takes padded batches.
 
 Shapes: B rows, M tokens of the longest row, P tokens of all rows, S their states, T loops, D width, V vocabulary.
 """
@@ -38,13 +38,13 @@ from loopscope.models.packing import Layout, share_prefixes
 
 @dataclass(frozen=True)
 class LoopState:
-    """The rows of a batch, each at its own loop, packed: a row's tokens stand together, and there is no padding.
+    """Hold the packed rows of a batch, each at its own loop: the tokens of a row are neighbours, without padding.
 
-    A model may add tensors of its own: [B], or [P, ...] if they go by token (`tokenwise` names those).
+    A model may add its own tensors: [B], or [P, ...] by token (named in `tokenwise`).
     """
 
-    hidden: Tensor  # [S, D] what the next loop starts from
-    layout: Layout  # where the rows lie in it
+    hidden: Tensor  # [S, D] the input of the next loop
+    layout: Layout  # the places of the rows in it
     loop: Tensor  # [B] loops applied so far
 
     tokenwise: ClassVar[tuple[str, ...]] = ("hidden",)
@@ -55,7 +55,7 @@ class LoopState:
         return self.layout.lengths
 
     def take(self, rows: Tensor | NDArray[Any]) -> Self:
-        """The rows at these indices (or where this mask is true), in that order."""
+        """The rows at these indices (or where this mask is true), in this order."""
         chosen = rows if isinstance(rows, np.ndarray) else rows.cpu().numpy()
         numbers = np.arange(len(self.loop))[chosen]
         layout, tokens = self.layout.take(numbers)
@@ -67,7 +67,7 @@ class LoopState:
 
     @classmethod
     def join(cls, states: Sequence[Self]) -> Self:
-        """All rows of `states`, in that order."""
+        """Join the rows of `states`, in this order."""
         states = [state if state.layout.sharing is None else state.take(np.arange(len(state.loop))) for state in states]
         tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
         return cls(layout=Layout.join([state.layout for state in states]), **tensors)
@@ -77,17 +77,17 @@ class LoopState:
         return [field.name for field in fields(cls) if field.name != "layout"]
 
     def at(self, positions: Tensor | None) -> Tensor:
-        """The hidden state [B, D] at one position a row, or [S, D] of all."""
+        """The hidden states [B, D] at one position a row, or [S, D] of all tokens."""
         return self.hidden if positions is None else self.hidden.index_select(0, self.layout.states_at(positions))
 
     def with_cache(self, cache: CachedRows | None) -> Self:
-        """The same rows, after tokens whose keys and values are cached."""
+        """The same rows, after tokens with cached keys and values."""
         return replace(self, layout=self.layout.with_cache(cache))
 
 
 @dataclass(frozen=True)
 class InjectedState(LoopState):
-    """Of a model whose every loop reads again what the prelude made of the tokens."""
+    """Hold also the prelude's output, for a model that reads it in every loop."""
 
     embedded: Tensor  # [S, D]
 
@@ -96,7 +96,7 @@ class InjectedState(LoopState):
 
 @dataclass(frozen=True)
 class Loops:
-    """What a model says at every loop: at every token, or (without the M) at one position a row."""
+    """Hold a model's outputs at every loop: at every token, or (without the M) at one position a row."""
 
     logits: Tensor  # [T, B, M, V]
     hidden: Tensor  # [T, B, M, D] the pooled states r_t
@@ -114,8 +114,8 @@ class LoopedModel(nn.Module):
 
     Examples
     --------
-    >>> said = model.loops(torch.tensor([[1, 2, 3]]))
-    >>> said.logits.shape  # [T, B, M, V]
+    >>> outputs = model.loops(torch.tensor([[1, 2, 3]]))
+    >>> outputs.logits.shape  # [T, B, M, V]
     torch.Size([4, 1, 3, 8])
     """
 
@@ -125,28 +125,28 @@ class LoopedModel(nn.Module):
     """The longest row that the model takes."""
     vocab_size: int
     head_attends: bool = False
-    """Whether `head_input` looks at other tokens, too, so that it must be asked of all of them."""
+    """Whether `head_input` attends to other tokens, so that it must be computed for all tokens."""
     embed_cost: float = 0.0
     head_cost: float = 0.0
-    """What `embed` and `head_input` take, in loops: layers of the prelude and of the coda by those of the core."""
+    """The cost of `embed` and `head_input` in loops: layers of prelude and coda, divided by layers of the core."""
     tied: Mapping[str, str] = MappingProxyType({})
-    """Tensors that are another one: a checkpoint may leave them out."""
+    """Tensors that are the same as another tensor, so that a checkpoint may leave them out."""
     causal: ClassVar[bool] = True
-    """Whether a token's state depends on the tokens before it only; then rows that begin alike can share states."""
+    """Whether a token's state depends only on earlier tokens; then rows with a common prefix can share states."""
     kv_cache: ClassVar[bool] = False
-    """Whether tokens attend to those whose keys and values `layout.cache` has: by `cached_attention`, in every layer
-    that attends."""
+    """Whether tokens attend to the cached keys and values in `layout.cache`: by `cached_attention`, in every attention
+    layer."""
     branches: ClassVar[bool] = False
     """Whether the branches of a row (`layout.host_branches`) see its trunk and themselves, and not each other."""
     any_depth: ClassVar[bool] = True
-    """Whether more loops than `num_loops` mean something; False where a model has learned something for each loop."""
+    """Whether more loops than `num_loops` make sense; False if a model has weights for each loop."""
     gradient_checkpointing: bool = False
-    """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
+    """Whether backward runs each loop again, so that the states inside the loop need no memory."""
     unneeded: tuple[str, ...] = ()
-    """How the names of tensors end that a checkpoint may have and that follow from others."""
+    """Endings of tensor names that a checkpoint may have, and that follow from other tensors."""
 
     _identity: tuple[list[Any], str | Callable[[], str]] | None = None
-    """What the tensors held, in short, and the hash of it, or what will hash it."""
+    """A fingerprint of the tensors, with their hash or a function that computes the hash."""
 
     @property
     def weights_sha256(self) -> str:
@@ -192,7 +192,7 @@ class LoopedModel(nn.Module):
         self._identity = (self._fingerprint(), hashed)
 
     def _fingerprint(self) -> list[Any]:
-        """Of every tensor the sum of its bits, and some of them: quick, exact, and the same on every device.
+        """The sum of every tensor's bits, and some of its numbers: quick, exact, and the same on every device.
 
         PyTorch's own counts of changes miss a fused optimizer's.
         """
@@ -204,7 +204,7 @@ class LoopedModel(nn.Module):
         return fingerprint
 
     def _stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What `state_dict` has, in its order, module by module: packed weights are not all plain at a time."""
+        """The tensors of `state_dict`, in its order, module by module: only one module at a time is unpacked."""
         for name, module in self.named_modules(remove_duplicate=False):
             held: dict[str, Tensor] = {}
             module._save_to_state_dict(held, f"{name}." if name else "", keep_vars=False)
@@ -245,7 +245,7 @@ class LoopedModel(nn.Module):
         self.step = step  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, is not compiled."""
+        """Copy or pickle the model without its compiled step."""
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     @abstractmethod
@@ -257,7 +257,7 @@ class LoopedModel(nn.Module):
         tokens
             [S] tokens of all rows, one after the other.
         layout
-            Where the rows lie.
+            The places of the rows in the state.
 
         Returns
         -------
@@ -389,7 +389,7 @@ class LoopedModel(nn.Module):
         Returns
         -------
         LoopState
-            What `step` returns.
+            The state after the loop, as `step` returns it.
         """
         raise NotImplementedError
 
@@ -431,7 +431,7 @@ class LoopedModel(nn.Module):
         tokens
             [S] tokens of all rows, one after the other.
         layout
-            Where the rows lie.
+            The places of the rows in the state.
 
         Returns
         -------
@@ -563,10 +563,10 @@ class LoopedModel(nn.Module):
             The state after each loop.
         """
         for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
-            state = self._stepped(state if cache is None else state.with_cache(cache(loop)))
+            state = self._run_step(state if cache is None else state.with_cache(cache(loop)))
             yield state
 
-    def _stepped(self, state: LoopState) -> LoopState:
+    def _run_step(self, state: LoopState) -> LoopState:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.step(state)
 
@@ -617,9 +617,9 @@ class LoopedModel(nn.Module):
         free = 0 if truncated is None else max(num_loops - truncated, 0)
         for loop in range(num_loops - 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= free):
-                state = self._stepped(state)
+                state = self._run_step(state)
         last = None if positions is None else self.last_pooled(state, positions)
-        return self.read(self._stepped(state), positions) if last is None else (last, last)
+        return self.read(self._run_step(state), positions) if last is None else (last, last)
 
     def loops(
         self,
@@ -628,7 +628,7 @@ class LoopedModel(nn.Module):
         num_loops: int | None = None,
         positions: Tensor | None = None,
     ) -> Loops:
-        """Compute what the model says at every loop.
+        """Compute the model's outputs at every loop.
 
         Parameters
         ----------
@@ -662,10 +662,10 @@ class LoopedModel(nn.Module):
 
 
 MAX_GRAPHS = 64
-"""Of all compiled models of a class in a process; PyTorch's own limit is 8."""
+"""The graphs of all compiled models of a class in a process; PyTorch's own limit is 8."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLED_WEIGHTS = 64
-"""Numbers of every tensor that tell at once whether it was changed."""
+"""Numbers of every tensor that are compared first to detect a change."""
 _LACKING = {
     "kv_cache": "no KV cache (kv_cache = True)",
     "branches": "no branches (branches = True)",
@@ -674,7 +674,7 @@ _LACKING = {
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor itself, or the plain ones of which a quantised one is made, under names that say how it computes."""
+    """The tensor itself, or the plain tensors inside a quantised one, under names that include its kind."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -684,7 +684,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The hash of tensors, with their names, in this order; large models take a while."""
+    """The hash of tensors with their names, in this order; large models take a while."""
     sha256 = hashlib.sha256()
     for name, tensor in tensors:
         sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
@@ -693,14 +693,14 @@ def tensors_sha256(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
-    """The state of rows that have gone through no loop yet."""
+    """The state of rows before their first loop."""
     return LoopState(hidden, layout, torch.zeros_like(layout.lengths))
 
 
 class SimpleLoopedModel(LoopedModel):
-    """Adapt a network that knows padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
+    """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
 
-    That is enough to be recorded, diagnosed, calibrated and run row by row. Text and questions with choices need a KV
+    LoopScope can record, diagnose, calibrate and run such a model row by row. Text and questions with choices need a KV
     cache and branches: derive from `LoopedModel`.
 
     A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`; with a
@@ -723,7 +723,7 @@ class SimpleLoopedModel(LoopedModel):
     True
     """
 
-    causal = False  # the careful answer: set it to True where a token sees none after it, and states can be shared
+    causal = False  # the safe default: set it to True if a token sees no later token, so that states can be shared
 
     @abstractmethod
     def embed_rows(self, tokens: Tensor, mask: Tensor) -> Tensor:

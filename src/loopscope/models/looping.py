@@ -1,7 +1,7 @@
-"""How does an ordinary decoder become a looped model? Its checkpoint is written again, with how its layers are looped.
+"""How does an ordinary decoder become a looped model? LoopScope writes its checkpoint again, with its looping added.
 
-It reads a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3 in the layout of the Hub, or in a GGUF file through transformers,
-and writes a checkpoint of `looped_llama.py`. Nothing is trained here.
+The source is a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3 in the layout of the Hub, or a GGUF file, which transformers
+reads. The result is a checkpoint of `looped_llama.py`. Nothing is trained.
 """
 
 import re
@@ -20,22 +20,22 @@ from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError, explained
 from loopscope.files import is_file, is_folder, new_path
-from loopscope.models.checkpoint import fill, require_finite, save_model
+from loopscope.models.checkpoint import load_weights_into, require_finite, save_model
 from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, SOURCES, find_checkpoint, read_model_type
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-"""What a configuration of the Hub means where it says nothing."""
+"""The defaults of keys that a Hub configuration may leave out."""
 MISTRAL_WINDOW = 4096
-"""The sliding window of a Mistral whose configuration does not say."""
+"""The sliding window of a Mistral whose configuration gives none."""
 _LEFT_OUT = ("architectures", "auto_map", "layer_types", "_name_or_path")
-"""They speak of the original's code, or of all its layers."""
+"""Keys that describe the original's code, or all of its layers."""
 _OF_GGUF = (*LoopedLlamaConfig.__struct_fields__, "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
-"""What a configuration that transformers made of a GGUF file is needed for."""
+"""The keys kept from a configuration that transformers made of a GGUF file."""
 
 
 class LoopedCheckpoint(msgspec.Struct, frozen=True):
-    """What was made."""
+    """Describe a looped checkpoint that was written."""
 
     folder: str
     looping: Looping
@@ -43,14 +43,16 @@ class LoopedCheckpoint(msgspec.Struct, frozen=True):
     original_layers: int
     parameters: int
     original_parameters: int
-    cost: float  # weights that a full-depth pass multiplies a token with, by the original's
+    cost: float  # weights that a full-depth pass multiplies a token with, relative to the original
 
 
 class _Original(NamedTuple):
+    """Hold the ordinary checkpoint: configuration, weights, and a function that copies its tokenizer."""
+
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     copy_tokenizer: Callable[[Path], object]
-    """Puts the tokenizer into a folder."""
+    """Copy the tokenizer into a folder."""
 
 
 def loop(
@@ -93,7 +95,7 @@ def loop(
     Returns
     -------
     LoopedCheckpoint
-        What was written, in words and numbers.
+        The looped checkpoint's path, depth and cost.
 
     Raises
     ------
@@ -108,7 +110,7 @@ def loop(
     3
     """
     target, dropped = new_path(out), sorted(set(drop))
-    original = _read(source)
+    original = _read_original(source)
     layers = original.config["num_hidden_layers"]
     if outside := [number for number in dropped if not 0 <= number < layers]:
         raise UserError(f"There is no layer {outside[0]} to drop: the model's {layers} layers are 0 to {layers - 1}.")
@@ -120,7 +122,7 @@ def loop(
     config |= {"model_type": "looped_llama", "num_hidden_layers": len(kept), "looping": plain(looping)}
     with torch.device("meta"):
         model = LoopedLlama(build(LoopedLlamaConfig, config, str(source)))
-    tensors = _renumbered(original.tensors, kept)
+    tensors = _renumber_layers(original.tensors, kept)
     precision = next(iter(tensors.values())).dtype
     for name, added in model.state_dict().items():
         if name not in tensors and name not in model.tied:
@@ -129,10 +131,11 @@ def loop(
         write_json(scratch / CONFIG, config)
         save_model({name: tensors[name] for name in model.state_dict() if name not in model.tied}, scratch)
         original.copy_tokenizer(scratch)
-    return _described(target, model, original)
+    return _describe_looped(target, model, original)
 
 
-def _read(source: str | Path) -> _Original:
+def _read_original(source: str | Path) -> _Original:
+    """Read an ordinary checkpoint: a folder, a name on the Hub, or a GGUF file."""
     path, files = Path(source), []
     if is_folder(path) and not (path / CONFIG).is_file():
         files = sorted(path.glob("*.gguf"))
@@ -142,10 +145,10 @@ def _read(source: str | Path) -> _Original:
         return _read_gguf(files[0] if files else path)
     folder = find_checkpoint(source)
     _check_type(folder, read_model_type(folder))
-    config = _explicit(read_json(dict[str, Any], folder / CONFIG, "model configuration"))
+    config = _with_defaults(read_json(dict[str, Any], folder / CONFIG, "model configuration"))
     with torch.device("meta"):
         model = LoopedLlama(_as_one_loop(config, str(folder / CONFIG)))
-    fill(model, folder, "cpu", None)
+    load_weights_into(model, folder, "cpu", None)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in model.tied}
 
     def copy_tokenizer(place: Path) -> None:
@@ -157,14 +160,14 @@ def _read(source: str | Path) -> _Original:
 
 
 def _read_gguf(file: Path) -> _Original:
-    """Through transformers, which dequantises the weights; in float32."""
+    """Read a GGUF file through transformers, which converts the weights to float32."""
     import gguf
     import transformers
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with explained(f"{file} cannot be read as a language model"):
         stretched = any(tensor.name == "rope_freqs.weight" for tensor in gguf.GGUFReader(file).tensors)
-        with redirect_stderr(StringIO()):  # progress bars
+        with redirect_stderr(StringIO()):  # without progress bars
             model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         config = msgspec.json.decode(model.config.to_json_string(use_diff=False))
@@ -174,7 +177,7 @@ def _read_gguf(file: Path) -> _Original:
             f"{file} stretches its rotary positions by a tensor (rope_freqs), which transformers does not read; take "
             "the model's safetensors instead."
         )
-    config = _explicit({key: config[key] for key in _OF_GGUF if config.get(key) is not None})
+    config = _with_defaults({key: config[key] for key in _OF_GGUF if config.get(key) is not None})
     with torch.device("meta"):
         expected = LoopedLlama(_as_one_loop(config, str(file)))
     stored = model.state_dict()
@@ -184,12 +187,13 @@ def _read_gguf(file: Path) -> _Original:
 
 
 def _check_type(place: Path, kind: str) -> None:
+    """Reject a model type that cannot be looped."""
     if kind not in SOURCES:
         raise UserError(f"{place} holds a model of type '{kind}'; what can be looped is {', '.join(SOURCES)}.")
 
 
-def _explicit(config: dict[str, Any]) -> dict[str, Any]:
-    """With what the original means where it says nothing."""
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the original's defaults for missing keys."""
     config = _DEFAULTS | config
     if config["model_type"] == "mistral":
         config.setdefault("sliding_window", MISTRAL_WINDOW)
@@ -200,13 +204,13 @@ def _explicit(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_one_loop(config: Mapping[str, Any], source: str) -> LoopedLlamaConfig:
-    """The original itself, of which every layer is the core and runs once."""
+    """The original's configuration as one loop, with all layers in the core."""
     looping = {"source": config["model_type"], "prelude": 0, "core": config.get("num_hidden_layers", 1), "loops": 1}
     return build(LoopedLlamaConfig, {**config, "model_type": "looped_llama", "looping": looping}, source)
 
 
-def _renumbered(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str, Tensor]:
-    """The tensors without those of dropped layers."""
+def _renumber_layers(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors without those of dropped layers, with new layer numbers."""
     result = {}
     for name, tensor in tensors.items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -217,7 +221,8 @@ def _renumbered(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str,
     return result
 
 
-def _described(folder: Path, model: LoopedLlama, original: _Original) -> LoopedCheckpoint:
+def _describe_looped(folder: Path, model: LoopedLlama, original: _Original) -> LoopedCheckpoint:
+    """Describe a looped checkpoint, with its costs relative to the original."""
     config, looping, injection = model.config, model.config.looping, model.model.injection
     layers = original.config["num_hidden_layers"]
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())

@@ -11,9 +11,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from loopscope.config import Loops, Width
-from loopscope.models.checkpoint_folder import require_values
-from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, through
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, run_layers
 from loopscope.models.looped_model import LoopState, initial_loop_state
+from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 EARLY_EXIT = (
@@ -23,6 +23,8 @@ EARLY_EXIT = (
 
 
 class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
+    """Hold the `config.json` keys of Ouro."""
+
     beside_network = (*DecoderConfig.beside_network, "total_ut_steps", "early_exit_threshold")
 
     num_key_value_heads: Width
@@ -38,6 +40,8 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
 
 
 class Ouro(LoopedDecoder):
+    """Ouro as a looped model: every loop runs all layers and the final norm."""
+
     config: OuroConfig
 
     def __init__(self, config: OuroConfig) -> None:
@@ -45,12 +49,12 @@ class Ouro(LoopedDecoder):
 
     @property
     def block(self) -> nn.Module:
-        """What every loop applies; only its matrices are large."""
+        """The layers that every loop applies; the final norm, applied too, has no large matrix."""
         return self.model.layers
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         return initial_loop_state(self.model.embed_tokens(tokens), layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = through(self.model.layers, state.hidden, state.layout)
+        hidden = run_layers(self.model.layers, state.hidden, state.layout)
         return LoopState(self.model.norm(hidden), state.layout, state.loop + 1)

@@ -1,14 +1,14 @@
-"""How do rows of different lengths share a batch without waste? Their tokens lie one row after the other.
+"""How do rows of different lengths share a batch without padding? Packed: the tokens of one row after the other.
 
-Everything that looks at one token at a time (projections, norms, MLPs, heads) runs on all states at once, without
-padding. Attention is causal, so rows that begin with the same tokens have the same states there, and a layout can keep
-them once. Only attention (attention.py) looks at rows.
+Modules that process tokens independently (projections, norms, MLPs, heads) run on all states at once. Attention is
+causal, so rows with a common prefix have the same states for it, and a layout can keep these states once. Only
+attention (attention.py) uses the rows.
 
-A row may end in branches, which continue its trunk each for itself (the choices of a question), and a row may come
-after tokens whose keys and values are cached (kv_cache.py).
+A row may end in branches, each of which continues the row's trunk (the choices of a question), and a row may come after
+tokens with cached keys and values (kv_cache.py).
 
-Where tokens lie follows from how many tokens each row has. LoopScope computes it on the host, which need not wait for
-the device; only finished indices go there. Names with `host` are NumPy arrays, the others are tensors on the device.
+The places of tokens follow from the lengths of rows. LoopScope computes them on the host, which need not wait for the
+device, and copies only finished indices. Names with `host` are NumPy arrays, all others are tensors on the device.
 
 Shapes: B rows, P tokens of all rows, S states (P, or fewer where prefixes are shared), M tokens of the longest row,
 C branches.
@@ -32,7 +32,7 @@ _Value = TypeVar("_Value")
 
 
 class Sharing(NamedTuple):
-    """Which tokens have a state in common."""
+    """Describe which tokens share a state."""
 
     places: Tensor  # [P] the state of every token
     owners: Tensor  # [S] the first token of every state
@@ -40,17 +40,17 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the rows of a packed batch lie. Sorted by length they leave the fewest cells empty in attention."""
+    """Describe the rows of a packed batch; sorted by length they leave the fewest empty cells in attention."""
 
     host_lengths: Integers  # [B]
     device: torch.device = CPU
-    host_branches: Integers | None = None  # [B, C] tokens of each branch at the row's end; 0: there is none
-    cache: CachedRows | None = None  # the tokens before the rows' own
+    host_branches: Integers | None = None  # [B, C] tokens of each branch at the row's end; 0: no branch
+    cache: CachedRows | None = None  # the cached tokens before the rows
     sharing: Sharing | None = None  # None: every token has its own state, in order
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def compute_once(self, name: Hashable, make: Callable[[], _Value]) -> _Value:
-        """What `make` returns, made once for this layout: every layer and loop needs the same indices."""
+        """The result of `make`, computed once for this layout: every layer and loop needs the same indices."""
         if name not in self._computed:
             self._computed[name] = make()
         return self._computed[name]
@@ -92,12 +92,12 @@ class Layout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[S] how many tokens come before every state's own."""
+        """[S] the number of tokens before every state's own."""
         return self.to_states(upload(self.host_positions, self.device))
 
     @cached_property
     def host_positions(self) -> Integers:
-        """[P] how many tokens come before every one in its row, or in its branch and the trunk before that."""
+        """[P] the number of tokens before every token in its row, or in its branch and trunk."""
         first = np.zeros_like(self.host_lengths) if self.cache is None else self.cache.cached
         if self.host_branches is None:
             return count_up(first, self.host_lengths)
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def host_contexts(self) -> Integers:
-        """[B] how many tokens the one of each row that sees most sees, itself and the cached ones included."""
+        """[B] the most tokens that a token of each row sees, with itself and the cached tokens."""
         longest = self.host_trunks if self.host_branches is None else self.host_trunks + self.host_branches.max(1)
         return longest if self.cache is None else longest + self.cache.cached
 
@@ -118,19 +118,19 @@ class Layout:
 
     @cached_property
     def longest(self) -> int:
-        """The tokens of the longest row."""
+        """The length of the longest row."""
         return int(self.host_lengths.max(initial=0))
 
     def states(self, tokens: Tensor) -> Tensor:
-        """The states of these tokens (numbered over all rows)."""
+        """The states of these tokens (indices over all rows)."""
         return tokens if self.sharing is None else self.sharing.places[tokens]
 
     def states_at(self, positions: Tensor) -> Tensor:
-        """[B] the states at one position of every row."""
+        """[B] the states at one position in every row."""
         return self.states(self.starts + positions)
 
     def take(self, rows: Integers) -> tuple[Self, Tensor]:
-        """The layout of the rows of these numbers alone, sharing nothing, and where its states lie in this one."""
+        """The layout of only these rows, without sharing, and the places of its states in this layout."""
         lengths = self.host_lengths[rows]
         branches = None if self.host_branches is None else self.host_branches[rows]
         taken = type(self)(lengths, self.device, branches, None if self.cache is None else self.cache.take(rows))
@@ -138,7 +138,7 @@ class Layout:
 
     @classmethod
     def join(cls, layouts: Sequence[Self]) -> Self:
-        """The rows of all, in that order, without any cache."""
+        """The layout of all rows, in this order, without a cache."""
         lengths = np.concatenate([layout.host_lengths for layout in layouts])
         given = [layout.host_branches for layout in layouts]
         widest = max(0 if branches is None else branches.shape[1] for branches in given)
@@ -151,7 +151,7 @@ class Layout:
         return cls(lengths, layouts[0].device, joined if widest else None)
 
     def with_cache(self, cache: CachedRows | None) -> Self:
-        """The same rows, after these tokens; where only the loop is another, what was computed stays."""
+        """The same rows after these cached tokens; if only the loop differs, computed indices are kept."""
         if cache is None and self.cache is None:
             return self
         if isinstance(cache, AppendingRows) and cache.follows(self.cache):
@@ -173,11 +173,11 @@ class Layout:
         return cells.index_copy(0, self._cells_inside(longest), tokens).view(rows, longest, *packed.shape[1:])
 
     def mask(self, longest: int) -> Tensor:
-        """[B, M] which cells of a padded batch are tokens."""
+        """[B, M] the cells of a padded batch that are tokens."""
         return torch.arange(longest, device=self.device) < self.lengths[:, None]
 
     def require_plain(self, function: str) -> None:
-        """Reject rows that attend beyond themselves, for a function that would ignore it."""
+        """Reject rows with branches or a cache, for a function that would ignore them."""
         if self.cache is not None or self.host_branches is not None:
             what = "a KV cache" if self.cache is not None else "branches"
             raise UserError(
@@ -186,7 +186,7 @@ class Layout:
             )
 
     def _cells_inside(self, longest: int) -> Tensor:
-        """[P] where the tokens lie in a padded batch of this length."""
+        """[P] the places of the tokens in a padded batch of this length."""
         first = np.arange(len(self.host_lengths)) * longest
         return self.compute_once(("inside", longest), lambda: upload(count_up(first, self.host_lengths), self.device))
 
@@ -196,16 +196,16 @@ class Layout:
 
 
 def count_up(first: Integers, counts: Integers) -> Integers:
-    """For each of `first` so many numbers, counting up from it."""
-    if (counts == 1).all():  # text that goes on by a token
+    """Count up from each of `first`, `counts` numbers each, in one array."""
+    if (counts == 1).all():  # decoding: one token a row
         return first.copy()
     return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
 
 
 def share_prefixes(tokens: Tensor, lengths: Tensor, device: torch.device | None = None) -> Layout:
-    """The layout of padded tokens [B, M] in which rows that begin alike keep the states of their prefix once.
+    """The layout of padded tokens [B, M] in which rows with a common prefix share the states of the prefix.
 
-    It lies on the device (default: that of the tokens); the host waits for neither if both are given on the CPU.
+    The indices are on `device` (default: that of the tokens); with both on the CPU, the host waits for no device.
     """
     counts = lengths.cpu().numpy()
     inside = np.arange(tokens.shape[1]) < counts[:, None]
@@ -216,7 +216,7 @@ def share_prefixes(tokens: Tensor, lengths: Tensor, device: torch.device | None 
     new[1:] &= ~np.logical_and.accumulate(ordered[1:] == ordered[:-1], axis=1)
     number = np.where(new, new.cumsum().reshape(new.shape) - 1, -1)
     places = np.empty_like(number)
-    places[order] = np.maximum.accumulate(number, axis=0)  # what is not new has the state of the last new one above
+    places[order] = np.maximum.accumulate(number, axis=0)  # a repeated prefix has the state of the previous row
     states = places[inside]
     owners = np.empty(new.sum(), dtype=np.int64)
     owners[states[::-1]] = np.arange(len(states))[::-1]

@@ -1,11 +1,11 @@
-"""The paper's looped Transformer: a few pre-norm layers, applied again and again, one head for every loop.
+"""The paper's looped Transformer: a few pre-norm layers, applied in every loop, with one head for every loop.
 
-h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
-is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
+h_t = block(h_{t-1}), without a norm between loops. The pooled state is r_t = LayerNorm(h_t) at the position that is
+read, with the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
 
-Three options of the architecture change how the same weights compute, so that models differ in nothing else:
+Three options of the architecture change how the same weights compute, so that models differ only in these options:
 
-- injection: h_t = block(h_{t-1} + e) with the embedding e, from h_0 = 0; loop 1 is that of a model without it;
+- injection: h_t = block(h_{t-1} + e) with the embedding e, from h_0 = 0; loop 1 is as in a model without injection;
 - norm = "post": the norms stand after the residual sums, z = LN(h + attention(h)), h = LN(z + MLP(z));
 - loop_norm: h_t = LN(block(h_{t-1})) by the final norm, so that r_t = h_t and the next loop starts from it, as in Ouro.
 
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
-from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
-from loopscope.models.decoder_layers import through
+from loopscope.models.decoder_layers import run_layers
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState, initial_loop_state
+from loopscope.models.model_settings import GateKind, TransformerSettings
 from loopscope.models.packing import Layout
 
 ROTARY_BASE = 10_000.0
 
 
 class LoopedTransformer(LoopedModel):
+    """The paper's looped Transformer as a looped model."""
+
     kv_cache = branches = True
 
     def __init__(self, settings: TransformerSettings, vocab_size: int, block_size: int) -> None:
@@ -51,7 +53,7 @@ class LoopedTransformer(LoopedModel):
         return self.settings.sha256
 
     def _initialise(self, layers: int) -> None:
-        """std 1/sqrt(fan_in) at every width: GPT-2's fixed 0.02 is far too small for a width of 64."""
+        """Draw weights with std 1/sqrt(fan_in) at every width: GPT-2's 0.02 is far too small for a width of 64."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -72,21 +74,21 @@ class LoopedTransformer(LoopedModel):
         return InjectedState(torch.zeros_like(hidden), layout, state.loop, hidden) if self.settings.injection else state
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = through(self.block, _entering(state), state.layout)
+        hidden = run_layers(self.block, _block_input(state), state.layout)
         return replace(state, hidden=self.norm(hidden) if self.loop_norm else hidden, loop=state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
-        """The last layer's keys and values come from all tokens, all else only from where it is read."""
+        """Compute the last layer's keys and values for all tokens, and everything else only at the positions."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        hidden = through(before, _entering(state), state.layout)
+        hidden = run_layers(before, _block_input(state), state.layout)
         return self.norm(last.at(positions, hidden, state.layout))
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState]:
-        """The MLP of the last layer, and what comes after it, run only where they are read."""
+        """Run the last layer's MLP, and the layers' final norm, only at the positions."""
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        attended = last.with_attention(through(before, _entering(state), state.layout), state.layout)
+        attended = last.with_attention(run_layers(before, _block_input(state), state.layout), state.layout)
         pooled = self.norm(last.with_mlp(attended.index_select(0, state.layout.states_at(positions))))
         return pooled, replace(state, hidden=attended)
 
@@ -107,17 +109,17 @@ class LoopedTransformer(LoopedModel):
         return None if self.gate is None else self.gate(pooled)
 
 
-def _entering(state: LoopState) -> Tensor:
-    """What the block of the next loop reads."""
+def _block_input(state: LoopState) -> Tensor:
+    """The input of the next loop's block."""
     return state.hidden + state.embedded if isinstance(state, InjectedState) else state.hidden
 
 
 class TransformerLayer(nn.Module):
-    """z = h + attention(LN(h)); h = z + MLP(LN(z)). With norms after the sums, LN stands around these."""
+    """A layer with z = h + attention(LN(h)), h = z + MLP(LN(z)), or with the norms after the sums."""
 
     def __init__(self, settings: TransformerSettings, layer: str) -> None:
         super().__init__()
-        self.layer_name = layer  # under which the cache keeps its keys and values
+        self.layer_name = layer  # the name of its keys and values in the cache
         width, bias = settings.width, settings.bias
         self.norms_after = settings.norm == "post"
         self.heads, self.head_width = settings.heads, width // settings.heads
@@ -139,7 +141,7 @@ class TransformerLayer(nn.Module):
         return self._summed(hidden, attended)
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
-        """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
+        """The output of `forward` at one position a row [B, D]: other states only give keys and values."""
         index = layout.states_at(positions)
         normed, width = self._attended(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
@@ -151,23 +153,23 @@ class TransformerLayer(nn.Module):
         return self.with_mlp(self._summed(hidden.index_select(0, index), attended))
 
     def with_mlp(self, hidden: Tensor) -> Tensor:
-        """The second half, of each state by itself."""
+        """The second half of the layer, for each state independently."""
         if self.norms_after:
             return self.mlp_norm(hidden + self.mlp_out(F.gelu(self.mlp_in(hidden))))
         return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
 
     def _attended(self, hidden: Tensor) -> Tensor:
-        """What attention reads."""
+        """The input of attention."""
         return hidden if self.norms_after else self.attention_norm(hidden)
 
     def _summed(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What attention adds to."""
+        """The sum of residual and attention output, after its norm if norms come after the sums."""
         hidden = hidden + self.attention_out(attended)
         return self.attention_norm(hidden) if self.norms_after else hidden
 
 
 class Gate(nn.Module):
-    """A linear projection, or a two-layer network as wide as the model, to one halt logit."""
+    """An exit gate: a linear projection, or a two-layer network as wide as the model, to one halt logit."""
 
     def __init__(self, kind: Literal["linear", "mlp"], width: int) -> None:
         super().__init__()
@@ -177,7 +179,7 @@ class Gate(nn.Module):
 
     @staticmethod
     def tensors(kind: GateKind, prefix: str = "") -> dict[str, str]:
-        """The names of its tensors by part: `weight` and `bias`, with `_1` those of the hidden layer."""
+        """The names of a gate's tensors by part: `weight` and `bias`, with `_1` for the hidden layer."""
         if kind == "mlp":
             parts = {"weight_1": "net.0.weight", "bias_1": "net.0.bias", "weight": "net.2.weight", "bias": "net.2.bias"}
         else:
@@ -185,32 +187,9 @@ class Gate(nn.Module):
         return {part: prefix + name for part, name in parts.items()}
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """In float32 at least: in bf16 the exit distribution would round to 1 too early."""
+        """Compute in float32 at least: in bf16 the exit distribution would round to 1 too early."""
         wide = torch.promote_types(pooled.dtype, torch.float32)
         parameters = {name: value.to(wide) for name, value in self.net.named_parameters()}
         with torch.autocast(pooled.device.type, enabled=False):
             logit: Tensor = functional_call(self.net, parameters, pooled.to(wide)).squeeze(-1)
         return logit
-
-
-def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, rows: int) -> float:
-    """Multiply-adds x 2 of one training step (forward and backward), for an estimate of its time."""
-    layer = 2 * tokens * 12 * settings.width**2 + 4 * tokens * (tokens / rows) * settings.width
-    head = 2 * rows * settings.width * vocab_size
-    return 3.0 * settings.loops * (settings.layers * layer + head)
-
-
-def training_bytes(
-    settings: TransformerSettings, vocab_size: int, block_size: int, states: float, longest: int, bf16: bool = False
-) -> tuple[float, float]:
-    """A rough size of what training keeps: weights, gradients and two moments, and a loop's activations of S states.
-
-    Weights and all that belongs to them are float32; autocast to bf16 keeps most activations, and a copy of the
-    weights, at half the size, and its fused attention no scores. (Per state, layer and width of the paper's models 69
-    to 73 bytes were counted in float32, and 41 to 42 in bf16.)
-    """
-    with torch.device("meta"):
-        model = LoopedTransformer(settings, vocab_size, block_size)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    per_state = 44.0 * settings.width if bf16 else 80.0 * settings.width + 12.0 * settings.heads * longest
-    return (18.0 if bf16 else 16.0) * parameters, settings.layers * states * per_state

@@ -1,8 +1,8 @@
-"""How is a text run live with candidate policies? Token by token, with the cache in which text is to be written.
+"""How is a text run live under candidate policies? Token by token, with the KV cache mode of generation.
 
-The documents are those of a recording, in the same windows: the first token of each is the prompt, and all others are
-forced, whatever the model says before them. Windows of about one length run together, in groups that are always the
-same; what is done is kept beside the live run until it is whole, so that nothing runs twice.
+The documents are those of a recording, cut into the same windows. The first token of each window is the prompt, and all
+other tokens are forced, regardless of the model's predictions. Windows of about the same length run together, in the
+same groups every time. Finished groups stay beside the live run until it is complete, so that no group runs twice.
 
 Shapes: C candidates, N decisions, W windows.
 """
@@ -20,8 +20,8 @@ from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
-from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
+from loopscope.engine.logit_signals import likeliest_classes
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
 from loopscope.learned.attach import Fitted
@@ -39,7 +39,7 @@ from loopscope.scope import CacheMode, Scope
 from loopscope.trajectory import Trajectory
 
 _BATCHES_TOGETHER = 8
-"""Batches of windows that run, and are kept, together."""
+"""Batches of windows that run together, and are kept as one part."""
 
 Integers = NDArray[np.int64]
 
@@ -59,16 +59,16 @@ def record_live(
     device: str | torch.device = "cpu",
     progress: ProgressCallback = silent,
 ) -> LiveRuns:
-    """Runs the texts of a recording live; an identical live run is used again, one that was interrupted goes on.
+    """Run the texts of a recording live; an identical live run is used again, and an interrupted one goes on.
 
-    For a guarantee that is asked for: candidates that a fifth of the documents proposes, on the others, from the most
-    cautious one up to the first that is not proven. Or one policy, on all documents.
+    With a risk target, candidates that a fifth of the documents proposes run on the other documents, from the most
+    cautious candidate up to the first that is not proven. With a policy, it runs on all documents.
     """
     batch_size = min(batch_size, MOST_ROWS)
     folder, device = find_checkpoint(checkpoint), check_device(device)
     windows = _windows(texts, recording, folder)
     planned = (
-        _given(what, recording, cache)
+        _single_candidate(what, recording, cache)
         if isinstance(what, ExitPolicy)
         else propose_candidates(recording, what, cache, count=candidates, gates=gates, seed=seed)
     )
@@ -86,7 +86,7 @@ def record_live(
     provenance = {name: found.get(name) for name in ("weights_sha256", "precision", *of_text, "dtype")}
     provenance |= {
         "thresholds": planned.thresholds.tolist(),
-        "rule": _identity(planned.rule),
+        "rule": _rule_hash(planned.rule),
         "risk_target": None if isinstance(what, ExitPolicy) else plain(what),
         "seed": seed,
         "batch_size": batch_size,
@@ -95,9 +95,9 @@ def record_live(
 
     def make(unfinished: Path) -> None:
         model = load_model(folder, device, found.get("dtype"))
-        _check_model(model, recording)
+        _check_recorded_model(model, recording)
         rule, tested = planned.rule, planned.tested
-        groups, starts = _groups(windows, _sequences(tested), _BATCHES_TOGETHER * batch_size)
+        groups, starts = _group_windows(windows, _documents(tested), _BATCHES_TOGETHER * batch_size)
         assert starts[-1] == tested.num_examples
         parts = {(int(part["place"][0]), int(part["group"][0])): part for part in kept_parts(unfinished, expected)}
         loops = np.zeros((len(planned.thresholds), tested.num_examples), dtype=np.int64)
@@ -121,21 +121,21 @@ def record_live(
                 predictions=predictions[: place + 1],
                 full_depth=np.ascontiguousarray(tested.predicted[:, -1]),
                 labels=tested.required_labels,
-                sequences=_sequences(tested),
+                sequences=_documents(tested),
                 contents=contents,
                 provenance=provenance,
             )
             if isinstance(what, RiskTarget):
                 assert what.delta is not None
                 if candidate_p_values(runs, what, Proof(bound="betting", seed=seed))[-1] > what.delta:
-                    break  # no candidate behind it can be proven
+                    break  # no later candidate can be proven
         runs.save(out)
 
     return resume_or_make(out, lambda: existing_artifact(out, LIVE, LIVE_FILES, expected, LiveRuns.load), make)
 
 
 def _windows(texts: Sequence[Path], recording: Trajectory, folder: Path) -> TextWindows:
-    """Those of the recording, whose texts these must be."""
+    """The windows of the texts, which must be those of the recording."""
     found = recording.provenance
     if found.get("text_sha256") != [sha256(path) for path in texts]:
         raise UserError(
@@ -145,12 +145,13 @@ def _windows(texts: Sequence[Path], recording: Trajectory, folder: Path) -> Text
     documents = tokenize_documents(read_documents(texts), folder)
     windows = cut_documents(documents, found["context"], recording.num_examples)
     _, labels, sequences = windows.targets(np.arange(len(windows.lengths)))
-    if not np.array_equal(labels, recording.required_labels) or not np.array_equal(sequences, _sequences(recording)):
+    if not np.array_equal(labels, recording.required_labels) or not np.array_equal(sequences, _documents(recording)):
         raise UserError("The tokens of this text are not those of the recording; record it again with this model.")
     return windows
 
 
-def _check_model(model: LoopedModel, recording: Trajectory) -> None:
+def _check_recorded_model(model: LoopedModel, recording: Trajectory) -> None:
+    """Reject a recording that another model made than the one that runs live."""
     recorded = recording.provenance.get("weights_sha256")
     for what, ours, theirs in (
         ("weights", weights_of(recorded or ""), weights_of(model.weights_sha256)),
@@ -162,28 +163,30 @@ def _check_model(model: LoopedModel, recording: Trajectory) -> None:
             raise UserError(f"The recording was made with another model: its {what} differ; record with this one.")
 
 
-def _given(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> LiveCandidates:
-    """One policy, for all documents."""
+def _single_candidate(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> LiveCandidates:
+    """The given policy as the only candidate, for all documents."""
     found = recording.provenance
     here = Scope(unit="tokens", cache=cache, precision=found.get("precision"))
     policy.check(found.get("weights_sha256"), recording.num_loops, here)
-    ExitState(policy, recording.num_loops)  # rejects what can only be replayed
+    ExitState(policy, recording.num_loops)  # rejects a policy that can only be replayed
     assert policy.threshold is not None
     return LiveCandidates(policy, np.array([float(policy.threshold)]), [policy.readout], None, recording)
 
 
-def _identity(rule: ExitPolicy) -> str:
+def _rule_hash(rule: ExitPolicy) -> str:
+    """A hash of a policy's rule without its threshold: readout, weights of its gate, and definition."""
     weights = rule.gate and {name: np.asarray(values).tolist() for name, values in rule.gate.tensors.items()}
     return digest([rule.readout, weights, rule.scope.definition])
 
 
-def _sequences(recording: Trajectory) -> Integers:
+def _documents(recording: Trajectory) -> Integers:
+    """[N] the document of each decision of a text recording."""
     assert recording.sequences is not None
     return recording.sequences
 
 
-def _groups(windows: TextWindows, documents: Integers, size: int) -> tuple[list[Integers], Integers]:
-    """The windows of these documents that run together, and [W + 1] where the decisions of each window begin."""
+def _group_windows(windows: TextWindows, documents: Integers, size: int) -> tuple[list[Integers], Integers]:
+    """The windows of the given documents in groups that run together, and [W + 1] the first decision of each window."""
     chosen = np.isin(windows.documents, documents)
     numbers = np.flatnonzero(chosen)
     by_length = numbers[np.argsort(-windows.lengths[numbers], kind="stable")]
@@ -200,7 +203,7 @@ def _run_windows(
     cache: CacheMode,
     batch_size: int,
 ) -> Arrays:
-    """The loops that every token of some windows took, and what it predicted."""
+    """The exit loop and the prediction of every token of a group of windows."""
     prompts = []
     for window in group.tolist():
         tokens = windows.tokens[windows.starts[window] : windows.starts[window] + windows.lengths[window]]

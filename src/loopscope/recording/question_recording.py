@@ -1,13 +1,13 @@
-"""How do the questions of a benchmark become a recording? In one pass each, kept on the way: nothing runs twice.
+"""How do the questions of a benchmark become a recording? In one pass each; an interrupted recording goes on.
 
-The context of a question runs once and its choices branch off from it; what questions of one subject begin with runs
-once for all of them; every loop is read out on the way, only where a choice's token is predicted.
+The context of a question runs once and its choices branch off from it. A prefix that the questions of a subject share
+runs once for all of them. Every loop is read in this pass, only at the positions that predict a choice's tokens.
 
 A recording of questions is like any other: its classes are the choices, its logits the scores that the metric compares
-(by the characters of a choice for acc_norm), and a choice that a question does not have is -inf. `norms` keeps the
-characters, so that the other metric can be told, too. What is done is kept beside the recording until it is whole.
+(for acc_norm, divided by the characters of a choice). A choice that a question lacks is -inf. `norms` keeps the
+characters, to compute the other metric. Finished parts stay beside the recording until it is complete.
 
-Shapes: N questions, T loops, C choices of the question of the benchmark that has most, D width.
+Shapes: N questions, T loops, C choices (as many as the question with most choices has), D width.
 """
 
 import time
@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.config import digest, read_json, write_json
-from loopscope.engine.exit_decision import check_finite, to_host
+from loopscope.engine.logit_signals import check_finite
 from loopscope.engine.requests import PrefixCache, Request, choice_scores, choices, decision_states, embed_requests
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.device import to_host
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.tokenizer import load_tokenizer, tokenization_sha256
 from loopscope.progress import ProgressCallback, silent
@@ -57,9 +58,9 @@ from loopscope.scope import SCORE_OF_METRIC, STATE_WORDS
 from loopscope.trajectory import Trajectory
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch, unless it is asked for otherwise: enough to keep a machine busy."""
+"""Tokens of a batch by default: enough to keep a machine busy."""
 _KEEP_EVERY_SECONDS = 10.0
-"""Work that may be lost."""
+"""The seconds of work that an interruption may lose."""
 _SHARE_DONE = "done.json"
 
 
@@ -162,19 +163,19 @@ def record_benchmark(
         described = provenance | keep.provenance | {"cut": cut}
         requests = question_requests(questions, encoded, "acc", mean)
         parts = kept_parts(unfinished, {"split": split, "signals": keep.signals, **described})
-        arrays = _collect(model, requests, parts, unfinished, keep, mean, batch_tokens, progress)
-        _trajectory(which, questions, arrays, split, described).save(out)
+        arrays = _score_in_parts(model, requests, parts, unfinished, keep, mean, batch_tokens, progress)
+        _question_trajectory(which, questions, arrays, split, described).save(out)
 
     return resume_or_make(out, lambda: existing_recording(out, split, provenance, keep), make)
 
 
 def share_recorded(out: Path) -> float:
-    """How much of the recording that is being made in `out` is kept already."""
+    """The share of an unfinished recording in `out` whose parts are kept already."""
     counted = unfinished_folder(out) / _SHARE_DONE
     return float(read_json(float, counted, "unfinished recording")) if counted.is_file() else 0.0
 
 
-def _collect(
+def _score_in_parts(
     model: LoopedModel,
     requests: Sequence[Request],
     parts: list[Arrays],
@@ -184,7 +185,7 @@ def _collect(
     batch_tokens: int,
     progress: ProgressCallback,
 ) -> Arrays:
-    """Everything of all questions: the parts that `folder` has of an earlier try, and the rest."""
+    """Score all questions: load the parts that an earlier try kept in `folder`, and compute the others."""
     done = np.zeros(len(requests), dtype=bool)
     for part in parts:
         done[part["rows"]] = True
@@ -197,20 +198,21 @@ def _collect(
         if not len(rows):
             continue
         scores = score_all_loops(model, [requests[row] for row in rows], prefix_cache, mean)
-        waiting.append({"rows": rows, **_arrays(scores, keep)})
+        waiting.append({"rows": rows, **_recorded_arrays(scores, keep)})
         done[rows] = True
         progress(int(done.sum()), len(requests), "")
         if time.monotonic() - saved > _KEEP_EVERY_SECONDS:
-            parts.append(_joined(waiting))
+            parts.append(_concatenate_questions(waiting))
             keep_part(parts[-1], folder)
             write_json(folder / _SHARE_DONE, float(done.mean()))
             waiting, saved = [], time.monotonic()
-    whole = _joined([*parts, *waiting])
+    whole = _concatenate_questions([*parts, *waiting])
     order = np.argsort(whole.pop("rows"))
     return {name: values[order] for name, values in whole.items()}
 
 
-def _arrays(scores: "LoopScores", keep: Keep) -> Arrays:
+def _recorded_arrays(scores: "LoopScores", keep: Keep) -> Arrays:
+    """The scores of a batch of questions as the arrays that a recording keeps."""
     arrays: Arrays = {"log_likelihoods": scores.log_likelihoods}
     if scores.gate_logits is not None:
         arrays["gate_logits"] = scores.gate_logits
@@ -219,25 +221,25 @@ def _arrays(scores: "LoopScores", keep: Keep) -> Arrays:
     return arrays | {readout.name: replayed(readout, scores.hidden) for readout in readouts_reading("hidden")}
 
 
-def _joined(parts: Sequence[Arrays]) -> Arrays:
-    """One after the other; questions with fewer choices than others lack the last ones."""
+def _concatenate_questions(parts: Sequence[Arrays]) -> Arrays:
+    """Concatenate the parts along the questions; choices that a question lacks are -inf."""
     most = max(part["log_likelihoods"].shape[2] for part in parts)
     for part in parts:
-        part["log_likelihoods"] = _padded(part["log_likelihoods"], most)
+        part["log_likelihoods"] = _pad_choices(part["log_likelihoods"], most)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _padded(log_likelihoods: NDArray[np.float64], width: int) -> NDArray[np.float64]:
-    """[N, T, C] the same with at least `width` choices."""
+def _pad_choices(log_likelihoods: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """[N, T, C] the log-likelihoods, padded with -inf to at least `width` choices."""
     missing = (0, max(0, width - log_likelihoods.shape[2]))
     return np.pad(log_likelihoods, ((0, 0), (0, 0), missing), constant_values=-np.inf)
 
 
-def _trajectory(
+def _question_trajectory(
     benchmark: Benchmark, questions: Sequence[Question], arrays: Arrays, split: str, provenance: dict[str, Any]
 ) -> Trajectory:
-    """Every split and part has as many choices as the benchmark."""
-    log_likelihoods = _padded(arrays.pop("log_likelihoods"), benchmark.most_choices)
+    """The recording of scored questions, with as many choices as the benchmark has in any split."""
+    log_likelihoods = _pad_choices(arrays.pop("log_likelihoods"), benchmark.most_choices)
     norms = np.ones((len(questions), log_likelihoods.shape[2]), dtype=np.int64)
     for row, question in zip(norms, questions, strict=True):
         row[: len(question.norms)] = np.maximum(question.norms, 1)
@@ -255,7 +257,7 @@ def _trajectory(
 
 
 def _question_text(question: Question) -> str:
-    """The end of the prompt, after its examples, and the choices, unless it lists them itself."""
+    """The question as in its prompt, without few-shot examples; the choices follow unless the prompt lists them."""
     prompt, texts = question.context.rsplit("\n\n", 1)[-1], [choice.strip() for choice in question.choices]
     if texts == list(ascii_uppercase[: len(texts)]):
         return prompt
@@ -265,7 +267,7 @@ def _question_text(question: Question) -> str:
 
 @dataclass(frozen=True)
 class LoopScores:
-    """What a model says of some questions at every loop."""
+    """Hold a model's scores of some questions at every loop."""
 
     log_likelihoods: NDArray[np.float64]  # [N, T, C]; -inf where a question has fewer choices
     gate_logits: NDArray[np.float32] | None  # [N, T]
@@ -276,7 +278,7 @@ class LoopScores:
 def score_all_loops(
     model: LoopedModel, requests: Sequence[Request], prefix_cache: PrefixCache | None = None, mean: bool = False
 ) -> LoopScores:
-    """All loops of these questions; `mean` takes gate and state from the choices' tokens not the context's end."""
+    """Score questions at every loop; `mean` averages gate and state over the choices' tokens, not the context's end."""
     device = next(model.parameters()).device
     prefix_cache = prefix_cache or PrefixCache(model, device)
     prefix_cache.evict_unused(requests)
@@ -296,7 +298,7 @@ def score_all_loops(
 
 
 def question_batches(requests: Sequence[Request], tokens: int = BATCH_TOKENS) -> Iterator[NDArray[np.int64]]:
-    """The numbers of questions that run together: of one prefix and about one length, up to so many tokens."""
+    """The indices of questions that run together: with one prefix, of about one length, at most `tokens` tokens."""
     prefixes = [request.prefix for request in requests]
     lengths = np.array([len(request.tokens) for request in requests])
     order = np.lexsort((lengths, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]))
@@ -313,7 +315,7 @@ def question_batches(requests: Sequence[Request], tokens: int = BATCH_TOKENS) ->
 def question_requests(
     questions: Sequence[Question], encoded: Sequence[EncodedQuestion], metric: str, mean: bool = False
 ) -> list[Request]:
-    """One request a question, numbered; its norms are those of the metric. `mean` is as for `score_all_loops`."""
+    """One request per question, with its index as key and the metric's norms; `mean` as in `score_all_loops`."""
     requests = []
     for number, (question, tokens) in enumerate(zip(questions, encoded, strict=True)):
         norms = [max(norm, 1) for norm in question.norms] if metric == "acc_norm" else ()

@@ -1,7 +1,7 @@
-"""What does the folder of a recording hold, and how does it get there? Straight to disk, or in parts that are resumed.
+"""How does a recording get into its folder? Straight to disk, or in parts that an interrupted recording resumes.
 
-An identical artifact is used again, and a different one is rejected. Long work is kept in parts beside its artifact
-until that is whole, each part under a name that has its hash: a part that was altered since is made again.
+An identical artifact is used again, and a different one is rejected. Long work keeps its parts beside the artifact
+until it is complete. The name of each part has its hash, so that an altered part is made again.
 
 Shapes: N examples, T loops, V classes, D width.
 """
@@ -28,7 +28,7 @@ from loopscope.artifacts import (
     write_manifest,
 )
 from loopscope.config import digest, read_json, write_json
-from loopscope.engine.exit_decision import check_finite
+from loopscope.engine.logit_signals import check_finite
 from loopscope.errors import UserError
 from loopscope.files import SCRATCH, discard, is_scratch, only_writer, remove_leftovers, remove_scratch, room_for
 from loopscope.model_identity import same_model
@@ -48,39 +48,39 @@ from loopscope.trajectory import (
 
 Arrays = dict[str, NDArray[Any]]
 ArrayLayout = dict[str, tuple[tuple[int, ...], Any]]
-"""Shape and type of every array."""
+"""The shape and type of every array of a recording."""
 T = TypeVar("T")
 
 _DESCRIPTION = "what.json"
 _REPEATED_TOKENS = 16
 _ROUNDINGS = 16
-"""By which two passes over the same rows may differ: some devices add in any order."""
+"""How many roundings two passes over the same rows may differ: some devices add numbers in any order."""
 _PART = "{}.safetensors"
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What a recording holds beside labels, difficulties, gate logits and the examples."""
+    """Choose what a recording holds beside labels, difficulties, gate logits and examples."""
 
     logits: bool = True
     hidden: bool = False
 
     @property
     def signals(self) -> list[str]:
-        """The signals that are computed now, because what they need is not kept."""
+        """The signals to compute while recording, because the recording does not keep the arrays that they need."""
         lost = {"logits": not self.logits, "hidden": not self.hidden}
         return [readout.name for readout in readouts_reading(*(source for source, gone in lost.items() if gone))]
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the signals of custom readouts meant when they were recorded."""
+        """The definitions of custom readouts at the time of the recording."""
         definitions = {name: readout_definition(name) for name in self.signals}
         definitions = {name: definition for name, definition in definitions.items() if definition is not None}
         return {"signal_definitions": definitions} if definitions else {}
 
 
 def array_layout(model: LoopedModel, shape: tuple[int, int], keep: Keep, by_example: Sequence[str]) -> ArrayLayout:
-    """The arrays of a recording of the shape [N, T], hidden states last; `by_example` are whole numbers [N]."""
+    """The arrays of a recording of shape [N, T], hidden states last; `by_example` names whole numbers [N]."""
     probe = model.loops(torch.zeros((1, 1), dtype=torch.int64), num_loops=1)
     layout: ArrayLayout = dict.fromkeys(by_example, (shape[:1], np.int64))
     if keep.logits:
@@ -101,7 +101,7 @@ def write_recording(
     fill: Callable[[Arrays], None],
     examples: Sequence[str] | None = None,
 ) -> Trajectory:
-    """Makes the recording in `out`: `fill` writes arrays that lie on the disk, so that memory need not hold them."""
+    """Write the recording into `out`: `fill` writes arrays mapped to the disk, so they need not fit in memory."""
     with artifact_folder(out, RECORDING, RECORDING_FILES) as scratch:
         hidden = {name: size for name, size in layout.items() if name == "hidden"}
         arrays = create_tensors(scratch / TRAJECTORY, {name: layout[name] for name in layout if name not in hidden})
@@ -118,11 +118,11 @@ def write_recording(
         count, loops = arrays["logits" if "logits" in arrays else "predictions"].shape[:2]
         contents = {"split": split, "examples": count, "loops": loops}
         write_manifest(scratch, RECORDING, RECORDING_SCHEMA, contents, provenance, needed)
-        return Trajectory.load(scratch)  # only what can be read takes its place
+        return Trajectory.load(scratch)  # only a readable recording is moved to `out`
 
 
 def write_states(arrays: Arrays, rows: NDArray[np.int64], out: Loops, keep: Keep) -> None:
-    """Puts the gate and the states [T, n, ...] of some examples in their place, or the signals of the states."""
+    """Write gate logits and states [T, n, ...] of some examples into a recording's arrays, or the states' signals."""
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = check_finite(by_row(out.gate_logits), "halt logits")
     states = check_finite(by_row(out.hidden), "states")
@@ -134,13 +134,13 @@ def write_states(arrays: Arrays, rows: NDArray[np.int64], out: Loops, keep: Keep
 
 
 def by_row(values: torch.Tensor) -> NDArray[Any]:
-    """[T, n, ...] on any device as [n, T, ...] in float32."""
+    """Turn [T, n, ...] on any device into [n, T, ...] in float32."""
     return values.transpose(0, 1).float().cpu().numpy()
 
 
 @torch.inference_mode()
 def check_repeatable(model: LoopedModel) -> None:
-    """Reject a model that answers otherwise when it is asked again: its recording would be one draw of many."""
+    """Before recording, reject a model whose answers differ in a second run: its recording would be a random draw."""
     model.require_evaluation()
     rows = np.random.default_rng(0).integers(0, model.vocab_size, (2, min(model.block_size, _REPEATED_TOKENS)))
     first, again = (model.loops(torch.from_numpy(rows)).logits.nan_to_num() for _ in range(2))
@@ -152,7 +152,7 @@ def check_repeatable(model: LoopedModel) -> None:
 
 
 def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
-    """The recording in `out`, if it is this one; another is rejected, also one that lacks a signal."""
+    """The recording in `out` if it is the requested one; a different one, or one that lacks a signal, is rejected."""
     expected = {"split": split, **provenance}
     recording = existing_artifact(out, RECORDING, RECORDING_FILES, expected, Trajectory.load)
     if recording is None:
@@ -169,7 +169,7 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: 
 def existing_artifact(
     out: Path, kind: str, files: Collection[str], expected: Mapping[str, Any], load: Callable[[Path], T]
 ) -> T | None:
-    """The artifact in `out`, unless there is none or it is damaged; one that says otherwise of itself is rejected."""
+    """The artifact in `out`; None if there is none or it is damaged; one with other provenance is rejected."""
     remove_leftovers(out)
     if not (out / MANIFEST).is_file():
         check_replaceable(out, kind)
@@ -180,7 +180,7 @@ def existing_artifact(
     except UserError:  # cut or altered since: made again
         return None
     found = {**manifest.contents, **manifest.provenance}
-    changed = [name for name, value in expected.items() if not _same(name, found.get(name), value)]
+    changed = [name for name, value in expected.items() if not _same_provenance(name, found.get(name), value)]
     if changed:
         words = [
             name.replace("weights_sha256", "model")
@@ -199,12 +199,13 @@ def existing_artifact(
         return None
 
 
-def _same(name: str, found: Any, expected: Any) -> bool:
+def _same_provenance(name: str, found: Any, expected: Any) -> bool:
+    """Whether an entry of an artifact's provenance has the expected value."""
     return same_model(found, expected) if name == "weights_sha256" else bool(found == expected)
 
 
 def resume_or_make(out: Path, existing: Callable[[], T | None], make: Callable[[Path], None]) -> T:
-    """The artifact in `out`; unless it exists, `make` writes it, and is given the folder of its unfinished parts."""
+    """The artifact in `out`; if there is none, `make` writes it into a folder, given the folder of unfinished parts."""
     unfinished = unfinished_folder(out)
     remove_leftovers(unfinished)
     if not unfinished.exists() and (found := existing()) is not None:
@@ -219,12 +220,13 @@ def resume_or_make(out: Path, existing: Callable[[], T | None], make: Callable[[
 
 
 def unfinished_folder(out: Path) -> Path:
+    """The folder beside `out` that keeps the parts of an unfinished recording."""
     out = out.absolute()  # "." has no name
     return out.with_name(f"{out.name}.unfinished")
 
 
 def kept_parts(folder: Path, description: dict[str, Any]) -> list[Arrays]:
-    """The parts that an earlier try at the same work has left; those of other work are rejected."""
+    """The parts that an interrupted recording has left; parts of a different recording are rejected."""
     expected = digest(description)
     remove_scratch(folder)
     if all(map(is_scratch, folder.iterdir())):
@@ -233,18 +235,19 @@ def kept_parts(folder: Path, description: dict[str, Any]) -> list[Arrays]:
     if not described.is_file() or read_json(str, described, "unfinished recording") != expected:
         raise UserError(f"{folder} holds another unfinished recording; choose another --out, or remove it.")
     files = [file for file in sorted(folder.glob(_PART.format("*"))) if file.is_file()]
-    return [part for file in files if (part := _kept(file)) is not None]
+    return [part for file in files if (part := _load_part(file)) is not None]
 
 
 def keep_part(part: Arrays, folder: Path) -> None:
-    """Writes a part of long work."""
+    """Write a finished part of an unfinished recording, under a name with its hash."""
     with room_for(folder), tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         file = Path(scratch, "part")
         save_tensors(file, part)
         file.rename(folder / _PART.format(sha256(file)))
 
 
-def _kept(file: Path) -> Arrays | None:
+def _load_part(file: Path) -> Arrays | None:
+    """A part of an unfinished recording; None, and the file is removed, if the file was altered."""
     if file.name != _PART.format(sha256(file)):
         file.unlink()
         return None

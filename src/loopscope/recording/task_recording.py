@@ -1,7 +1,7 @@
-"""How does a split of a task become a recording? Every example of a split through every loop, straight to disk.
+"""How does a split of a task become a recording? Every example runs through every loop, and goes straight to disk.
 
-Examples run in batches of one length, so nothing is padded. Hidden states are large: unless they are asked for, only
-the signals that need them are kept. Logits can be left out the same way.
+Examples run in batches of one length, so nothing is padded. Hidden states are large: by default a recording keeps only
+the signals that need them. You can leave out logits the same way.
 
 Shapes: N examples, M tokens, T loops, n rows of a batch, V classes, D width.
 """
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.config import plain
-from loopscope.engine.exit_decision import check_logits
+from loopscope.engine.logit_signals import check_logits
 from loopscope.engine.requests import check_tokens
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model, weights_sha256
@@ -58,10 +58,10 @@ def record_task(
     loops: int | None = None,
     custom_tasks: Sequence[str] = (),
 ) -> Trajectory:
-    """Records a split of the task that the run in `run` was trained on; an identical recording is used again.
+    """Record a split of the task that the run in `run` was trained on; an identical recording is used again.
 
-    With `loops` it has so many of them, fewer or more than in training: its last loop is the one at which all exit.
-    A task of the user's own (module:Class) is imported if `custom_tasks` names it.
+    `loops` records fewer or more loops than in training; the last of them is the loop at which all examples exit.
+    A custom task (module:Class) is imported if `custom_tasks` names it.
     """
     keep = keep or Keep()
     settings = read_run_settings(run)
@@ -84,14 +84,14 @@ def record_task(
         provenance |= {"loops": depth, "trained_loops": trained}
     if (found := existing_recording(out, split, {**provenance, "loops": depth}, keep)) is not None:
         return found
-    layout = _layout(model, examples, keep)
-    if task.train_examples:  # what was drawn online nobody knows any more
+    layout = _task_array_layout(model, examples, keep)
+    if task.train_examples:  # examples drawn online are not stored, so they have no overlap
         layout["seen"] = ((len(examples),), np.bool_)
 
     def fill(arrays: Arrays) -> None:
         if "seen" in arrays:
             arrays["seen"][:] = seen(examples, training_fingerprints(task))
-        _fill(arrays, model, examples, keep, progress)
+        _fill_split(arrays, model, examples, keep, progress)
 
     provenance |= keep.provenance
     return write_recording(out, split, layout, provenance, fill, task.text(examples))
@@ -108,7 +108,7 @@ def record_model(
     keep: Keep | None = None,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
-    """Record what a model says at every loop, at the last token of each row.
+    """Record a model's outputs at every loop, at the last token of each row.
 
     Nothing is written; `Trajectory.save` writes the recording.
 
@@ -127,7 +127,7 @@ def record_model(
     split
         "train", "validation", "test" or "extrapolation" (default: none).
     keep
-        What the recording keeps (default: logits and gate logits).
+        The arrays that the recording keeps (default: logits and gate logits).
     progress
         A function that is called with examples done, all examples, and a note.
 
@@ -150,10 +150,10 @@ def record_model(
     keep = keep or Keep()
     if labels is None and not keep.logits:
         raise UserError("Without labels a recording must keep its logits.")
-    examples = _examples(model, tokens, lengths, labels, difficulty)
-    layout = _layout(model, examples, keep)
+    examples = _as_examples(model, tokens, lengths, labels, difficulty)
+    layout = _task_array_layout(model, examples, keep)
     arrays = {name: np.empty(shape, kind) for name, (shape, kind) in layout.items()}
-    _fill(arrays, model, examples, keep, progress)
+    _fill_split(arrays, model, examples, keep, progress)
     hashed = hashlib.sha256(np.ascontiguousarray(examples.lengths).data)
     hashed.update(examples.tokens[np.arange(examples.tokens.shape[1]) < examples.lengths[:, None]].data)
     names = ("logits", "hidden", "gate_logits", "predictions", "label_log_probs")
@@ -173,14 +173,14 @@ def record_model(
     )
 
 
-def _examples(
+def _as_examples(
     model: LoopedModel,
     tokens: ArrayLike,
     lengths: ArrayLike | None,
     labels: ArrayLike | None,
     difficulty: ArrayLike | None,
 ) -> Examples:
-    """What was given, as examples of the model; zeros for what was not."""
+    """The given arrays as examples that the model can take; missing labels and difficulties are zeros."""
     rows = as_integers(tokens, "tokens")
     count, longest = rows.shape if rows.ndim == 2 else (0, 0)
     given = {"lengths": lengths, "labels": labels, "difficulty": difficulty}
@@ -199,14 +199,14 @@ def _examples(
 
 
 def split_examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
-    """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
+    """The examples of a task's split; extrapolation takes harder examples than training, up to the block size."""
     if split == "extrapolation" and levels is None:
         levels = extrapolation_levels(settings)
     return drawn(settings.generator, split, size, levels)
 
 
 def extrapolation_levels(settings: RunSettings) -> range:
-    """The difficulties beyond those of training that fit the model."""
+    """The difficulties beyond those of training whose examples fit the model."""
     task, block_size = settings.generator, settings.block_size
     first = task.levels[-1] + 1
     fitting = first
@@ -224,33 +224,34 @@ def extrapolation_levels(settings: RunSettings) -> range:
 
 @torch.inference_mode()
 def forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
-    """What the model says at every loop at the answer markers."""
-    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+    """The model's outputs at every loop, at the answer markers of a batch of task examples."""
+    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model uploads them
     return model.loops(tokens, lengths, positions=upload(batch.lengths - 1, torch.device(device)))
 
 
-def _layout(model: LoopedModel, examples: Examples, keep: Keep) -> ArrayLayout:
+def _task_array_layout(model: LoopedModel, examples: Examples, keep: Keep) -> ArrayLayout:
+    """The arrays of the recording of a task's split."""
     return array_layout(model, (len(examples), model.num_loops), keep, ("labels", "difficulty"))
 
 
-def _fill(arrays: Arrays, model: LoopedModel, examples: Examples, keep: Keep, progress: ProgressCallback) -> None:
-    """Runs all examples, and puts what is kept of them in its place."""
+def _fill_split(arrays: Arrays, model: LoopedModel, examples: Examples, keep: Keep, progress: ProgressCallback) -> None:
+    """Run all examples of a split, and write the arrays of its recording."""
     check_repeatable(model)
     arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
     device, done = next(model.parameters()).device, 0
     for rows in examples.same_length_batches(BATCH):
         batch = examples.take(rows)
         out = forward(model, batch, device)
-        _write_logits(arrays, rows, check_logits(by_row(out.logits)), batch.labels, keep)
+        _write_task_logits(arrays, rows, check_logits(by_row(out.logits)), batch.labels, keep)
         write_states(arrays, rows, out, keep)
         done += len(rows)
         progress(done, len(examples), "")
 
 
-def _write_logits(
+def _write_task_logits(
     arrays: Arrays, rows: NDArray[np.int64], logits: NDArray[Any], labels: NDArray[np.int64], keep: Keep
 ) -> None:
-    """The logits [n, T, V] of some examples, or what is computed of them."""
+    """Write the logits [n, T, V] of some examples, or their predictions and signals if logits are not kept."""
     if labels.min() < 0 or labels.max() >= logits.shape[-1]:
         raise UserError(f"A label is not one of the model's classes (0..{logits.shape[-1] - 1}).")
     if keep.logits:

@@ -1,9 +1,9 @@
-"""How does a text become a recording? Every token of it is a decision: what comes next, at every loop.
+"""How does a text become a recording? Every token is a decision: the model predicts the next token at every loop.
 
 A document is cut into windows that overlap by one token, so that each of its tokens but the first is predicted once,
-from at most `context` - 1 tokens before it. Windows of about the same length run together, packed. Of the logits only
-the signals are computed, on the model's device, and nothing is kept: a vocabulary has tens of thousands of classes. The
-sequence of a decision is its document: documents are independent of each other, windows of one are not.
+from at most `context` - 1 tokens before it. Windows of about the same length run together, packed. A vocabulary has
+tens of thousands of classes, so only the signals of the logits are kept, computed on the model's device. The sequence
+of a decision is its document: documents are independent of each other, windows of one document are not.
 
 Shapes: N decisions, T loops, W windows, P tokens of all windows of a batch, K decisions of a batch, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
-from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
+from loopscope.engine.logit_signals import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
@@ -42,11 +42,11 @@ from loopscope.training.run_folder import trained_with
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory, check_split_name
 
 CONTEXT = 512
-"""Tokens of a window, if the model takes as many."""
+"""Tokens of a window, if the model takes that many."""
 TEXT_BATCH_TOKENS = 4096
-"""Tokens that run together."""
+"""Tokens of a batch of windows."""
 _MAX_LOGITS = 1 << 24
-"""Logits that are looked at together."""
+"""Logits that are in memory together."""
 
 Integers = NDArray[np.int64]
 
@@ -66,10 +66,10 @@ def record_text(
     progress: ProgressCallback = silent,
     model: LoopedModel | None = None,
 ) -> Trajectory:
-    """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again.
+    """Record the next tokens of a text, or the first `limit` of them; an identical recording is used again.
 
-    `model` is the model of the checkpoint where it is in memory already, with quantised weights, say; then `device` and
-    `dtype` are those that it has.
+    `model` is the checkpoint's model if it is already in memory, for example with quantised weights; then its own
+    `device` and `dtype` apply.
     """
     check_split_name(split)
     documents, device = read_documents(texts), check_device(device)
@@ -120,19 +120,19 @@ def record_text(
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Pieces of documents that run through the model; all but the last token of each is asked what comes next."""
+    """Hold pieces of documents; the model predicts the next token after all but the last token of each."""
 
     tokens: Integers  # of all documents, one after the other
-    starts: Integers  # [W] where each begins in them
+    starts: Integers  # [W] the index of each window's first token
     lengths: Integers  # [W]
-    documents: Integers  # [W] whose piece it is
+    documents: Integers  # [W] the document of each window
 
     @property
     def decisions(self) -> int:
         return int(self.lengths.sum()) - len(self.lengths)
 
     def batches(self, tokens: int) -> Iterator[Integers]:
-        """The numbers of windows that run together: of about one length, with at most so many tokens (or alone)."""
+        """The indices of windows that run together: of about one length, at most `tokens` tokens (or one window)."""
         order = np.argsort(self.lengths, kind="stable")
         first = 0
         while first < len(order):
@@ -142,12 +142,12 @@ class TextWindows:
             first += count
 
     def packed(self, batch: Integers) -> tuple[Integers, Integers]:
-        """The tokens [P] and the lengths of these windows."""
+        """The tokens [P] and the lengths of the windows of a batch."""
         lengths = self.lengths[batch]
         return self.tokens[count_up(self.starts[batch], lengths)], lengths
 
     def targets(self, batch: Integers) -> tuple[Integers, Integers, Integers]:
-        """[K] Of their decisions: the place in the recording, the token that comes next, and the document."""
+        """[K] for each decision of a batch: its index in the recording, the next token, and the document."""
         predicted = self.lengths - 1
         rows = count_up((predicted.cumsum() - predicted)[batch], predicted[batch])
         following = self.tokens[count_up(self.starts[batch] + 1, predicted[batch])]
@@ -155,7 +155,7 @@ class TextWindows:
 
 
 def cut_documents(documents: Sequence[Integers], context: int, limit: int | None) -> TextWindows:
-    """The windows of documents, of at most `context` tokens each, with at most `limit` decisions in all."""
+    """Cut documents into windows of at most `context` tokens, with at most `limit` decisions in all."""
     whole = np.array([len(document) for document in documents])
     predicted = np.maximum(whole - 1, 0)
     if limit is not None:
@@ -163,7 +163,7 @@ def cut_documents(documents: Sequence[Integers], context: int, limit: int | None
     if not predicted.any():
         raise UserError("No document of the text has two tokens, so that there is nothing to predict.")
     counts = -(-predicted // (context - 1))
-    number = count_up(np.zeros_like(counts), counts)  # of a window in its document
+    number = count_up(np.zeros_like(counts), counts)  # of a window within its document
     left = np.repeat(predicted, counts) - number * (context - 1)
     return TextWindows(
         np.concatenate(documents),
@@ -177,7 +177,7 @@ def cut_documents(documents: Sequence[Integers], context: int, limit: int | None
 def window_predictions(
     model: LoopedModel, tokens: Integers, lengths: Integers, device: str | torch.device
 ) -> Iterator[tuple[slice, Loops]]:
-    """What the model says at every loop at all tokens but the last of every window, some of them at a time."""
+    """The model's outputs at every loop, at all tokens but the last of every window, in slices of the decisions."""
     device = torch.device(device)
     layout = Layout(lengths, device)
     embedded = model.begin_packed(upload(tokens, device), layout)
@@ -193,11 +193,11 @@ def window_predictions(
 
 
 def _write_logit_signals(arrays: Arrays, rows: Integers, logits: torch.Tensor, labels: Integers) -> None:
-    """Puts the signals of logits [T, n, V] in their place; the logits themselves stay on the device."""
+    """Write the signals of logits [T, n, V] into a recording's arrays; the logits stay on the model's device."""
     for name, values in logit_signals(logits, torch.from_numpy(labels).to(logits.device)).items():
         if name == "label_log_probs":
             check_finite(values, "logits")
         arrays[SIGNAL_PREFIX + name if name in LOGIT_SIGNALS else name][rows] = values
     for readout in readouts_reading("logits"):
-        if readout.name not in LOGIT_SIGNALS:  # a custom one
+        if readout.name not in LOGIT_SIGNALS:  # a custom readout
             arrays[SIGNAL_PREFIX + readout.name][rows] = replayed(readout, by_row(logits))

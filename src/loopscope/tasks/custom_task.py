@@ -1,8 +1,8 @@
-"""How does a task of the user's own join? `module:Class`, a subclass of `Task`, with options of its own.
+"""How does a custom task join? As `module:Class`, a subclass of `Task`, with its own options.
 
-Settings name it, and its module's text enters them as a hash. `load_task` imports it, and tries it on a few examples of
-every level before anything is trained or recorded. Nobody runs code because the file of a checkpoint names it
-(`task_of_run` in `training/run_folder.py`).
+Settings name the class, and hold the hash of its module's source. `load_task` imports the class, and tries it on a few
+examples of every level before a model is trained or recorded. A checkpoint's file that names a class never makes
+LoopScope run its code (`task_of_run` in `training/run_folder.py`).
 
 Shapes: N examples, M tokens.
 """
@@ -45,13 +45,13 @@ class CustomTask(Splits, frozen=True, kw_only=True):
 
 
 def with_task_source(custom: CustomTask) -> CustomTask:
-    """The settings with the hash of the module's text, which must be the one that they have already, if any."""
+    """The settings with the hash of the task module's source, which must equal the hash in the settings, if any."""
     recorded = None if custom.source_sha256 is UNSET else custom.source_sha256
     return msgspec.structs.replace(custom, source_sha256=source_sha256(custom.name, "task", recorded))
 
 
 def load_task(custom: CustomTask) -> Task:
-    """The task, from code that is imported here and must be what the settings recorded."""
+    """Import a custom task, whose source must be the one that the settings recorded, and try it on a few examples."""
     with_task_source(custom)
     kind = load_code(custom.name, "task")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
@@ -67,19 +67,19 @@ def load_task(custom: CustomTask) -> Task:
         raise UserError(
             f"Fields of '{custom.name}' must be numbers, words, true or false, or tuples of them."
         ) from None
-    reject(_problems(custom.name, task))
+    reject(_first_contract_violation(custom.name, task))
     return task
 
 
 def examples_sha256(task: Task) -> str:
-    """A hash of a few examples of every level: the same as long as the task draws and answers as it did."""
-    examples = task.draw(Draws(0), _tried(task.levels))
+    """A hash of a few examples of every level: it stays the same while the task draws and answers the same."""
+    examples = task.draw(Draws(0), _difficulties_to_try(task.levels))
     return digest([array.tolist() for array in (fingerprints(examples), examples.labels, examples.difficulty)])
 
 
 @lru_cache
-def _problems(name: str, task: Task) -> list[str]:
-    """What is wrong with the task first, as a sentence."""
+def _first_contract_violation(name: str, task: Task) -> list[str]:
+    """Return the first violation of the task contract, as a sentence; an empty list if there is none."""
     try:
         with np.errstate(all="ignore"):
             return [f"The task '{name}' does not fit its contract: {problem}." for problem in islice(_misfits(task), 1)]
@@ -90,9 +90,9 @@ def _problems(name: str, task: Task) -> list[str]:
 
 
 def _misfits(task: Task) -> Iterator[str]:
-    """What contradicts the contract, on examples that are drawn and answered several times.
+    """Yield the violations of the task contract, on examples that are drawn and answered several times.
 
-    Only the first is asked for: later ones may follow from it, or fail because of it.
+    The caller takes only the first: later ones may follow from it, or fail because of it.
     """
     if missing := [name for name in _CONTRACT if getattr(type(task), name) is getattr(Task, name)]:
         yield f"it lacks {', '.join(missing)}"
@@ -102,7 +102,7 @@ def _misfits(task: Task) -> Iterator[str]:
         yield f"symbols must be different {'words' if task.separator else 'characters'} without spaces, got {symbols}"
     if not isinstance(levels, range) or not levels or levels.step != 1 or levels.start < 0:
         yield f"levels must be a range of whole numbers from 0 up, such as range(1, 9), got {levels}"
-    difficulty = _tried(levels)
+    difficulty = _difficulties_to_try(levels)
     lengths = task.length(difficulty)
     if not are_integers(lengths, difficulty.shape) or lengths.min() < 3:
         yield "length must return whole numbers from 3 up (begin, an input, the marker), one for each difficulty [N]"
@@ -111,7 +111,7 @@ def _misfits(task: Task) -> Iterator[str]:
     if task.hardest is None and task.length(levels[-1] + 1) <= lengths.max():
         yield "inputs do not get longer beyond the last level; `hardest` must say which difficulty is the last"
     first, again, other = (task.draw(Draws(seed), difficulty) for seed in (0, 0, 1))
-    if not _are_same(first, again):
+    if not _have_same_inputs_and_labels(first, again):
         yield "the same draws gave other examples; draw_inputs may take random numbers from `draws` alone, answers none"
     if np.array_equal(fingerprints(first), fingerprints(other)):
         yield "every seed gives the same inputs; draw_inputs must take its random numbers from `draws`"
@@ -124,11 +124,12 @@ def _misfits(task: Task) -> Iterator[str]:
             yield f"difficulties says {np.unique(found).tolist()} of inputs that were drawn with difficulty {level}"
 
 
-def _are_same(first: Examples, again: Examples) -> bool:
+def _have_same_inputs_and_labels(first: Examples, again: Examples) -> bool:
+    """Whether two draws of examples have the same inputs and labels."""
     return np.array_equal(fingerprints(first), fingerprints(again)) and np.array_equal(first.labels, again.labels)
 
 
-def _tried(levels: range) -> Integers:
-    """[N] difficulties from the first to the last, easiest first."""
+def _difficulties_to_try(levels: range) -> Integers:
+    """[N] the difficulties on which the task is tried, from the first level to the last, easiest first."""
     some = np.unique(np.linspace(levels[0], levels[-1], _TRIED_LEVELS).astype(np.int64))
     return np.repeat(some, -(-_TRIED_EXAMPLES // len(some)))

@@ -1,7 +1,7 @@
 """What is an example, and how is it drawn? Rows of tokens with labels and difficulty, and random draws from seeds.
 
-Shapes: N examples, M tokens. A row is `begin, input, answer marker`, right-padded with 0 (`lengths` says where it
-ends). The model's prediction is read at the marker, and only there is a loss.
+Shapes: N examples, M tokens. A row is `begin, input, answer marker`, right-padded with 0 to M (`lengths` holds the
+lengths). The model's prediction is read at the marker, and only the marker has a loss.
 """
 
 from collections.abc import Iterator
@@ -83,6 +83,8 @@ class Draws:
 
 @dataclass(frozen=True)
 class Examples:
+    """Hold rows of tokens with their labels and difficulties."""
+
     tokens: Integers  # [N, M]
     lengths: Integers  # [N]
     labels: Integers  # [N]
@@ -92,7 +94,7 @@ class Examples:
         return len(self.labels)
 
     def take(self, rows: Any) -> Self:
-        """The given rows, cut to their longest."""
+        """The given rows, cut to the longest of them."""
         lengths = self.lengths[rows]
         longest = int(lengths.max(initial=1))
         return type(self)(self.tokens[rows, :longest], lengths, self.labels[rows], self.difficulty[rows])
@@ -110,7 +112,7 @@ class Examples:
 
 
 def fingerprints(examples: Examples) -> NDArray[np.uint64]:
-    """A 64-bit hash of every input, the same on every machine."""
+    """A 64-bit hash of every example's input, the same on every machine."""
     value = np.zeros(len(examples), dtype=np.uint64)
     for position in range(examples.tokens.shape[1]):
         token = examples.tokens[:, position].astype(np.uint64) + np.uint64(1)
@@ -122,12 +124,12 @@ def fingerprints(examples: Examples) -> NDArray[np.uint64]:
 
 
 def seen(examples: Examples, training: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which inputs are among these fingerprints."""
+    """Whether each example's input is among the fingerprints of the training inputs."""
     return np.isin(fingerprints(examples), training)
 
 
 def overlap(examples: Examples, training: NDArray[np.uint64]) -> dict[str, float]:
-    """The share of examples whose input occurs in training: in all, and by difficulty."""
+    """The share of examples whose input occurs in training: of all examples, and by difficulty."""
     known = seen(examples, training)
     levels = np.unique(examples.difficulty)
     shares = {str(level): float(known[examples.difficulty == level].mean()) for level in levels}

@@ -69,7 +69,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         return bool((open_operands[:-1] > 0).all() and not open_operands[-1])
 
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
-        """Writes all expressions at once, token by token; each row keeps a stack of the sizes still to be written."""
+        """Write all expressions at once, token by token; each row has a stack of the sizes of the operands to come."""
         rows = np.arange(len(difficulty))
         longest = int(difficulty.max(initial=0))
         stack = np.zeros((len(rows), longest + 2), dtype=np.int64)
@@ -77,7 +77,9 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         top = np.zeros(len(rows), dtype=np.int64)
         tokens = np.zeros((len(rows), 2 * longest + 1), dtype=np.int64)
         for position in range(tokens.shape[1]):
-            size = stack[rows, top]  # a finished row stays at the bottom of its stack and writes what is cut off later
+            size = stack[
+                rows, top
+            ]  # a finished row stays at the bottom of its stack; its further symbols are cut off later
             split = size > 0
             symbol = draws.integers(np.where(split, len(self.operators), self.modulus))
             left = draws.integers(np.maximum(size, 1))
@@ -88,7 +90,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         return tokens
 
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
-        """Evaluates all expressions at once, from the right, with a stack of values a row."""
+        """Evaluate all expressions at once, from the right, with a stack of values for each row."""
         expression = tokens[:, 1:-1]
         rows = np.arange(len(expression))
         stack = np.zeros((len(rows), expression.shape[1] // 2 + 3), dtype=np.int64)

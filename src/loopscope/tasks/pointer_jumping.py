@@ -1,11 +1,11 @@
-"""Pointer jumping: where does one arrive who follows pointers again and again? Difficulty is the number of hops.
+"""Pointer jumping: where does a chain of pointers end? Difficulty is the number of hops.
 
 - p-hop induction: a text of letters, then as many marks as there are hops. From the last letter, a hop goes to the
   letter that followed the latest earlier occurrence of the same letter. Which letter is reached?
-- reachability: for every node of a graph of several paths the next one, then a node. Which end does its path reach?
+- reachability: for every node of a graph of several paths its next node, then a node. At which end does its path end?
 
-Each hop needs the one before it, so a model that looks once per loop needs as many loops as there are hops. Known
-constructions need about log2 of the hops: they jump over twice as many with every loop.
+Each hop needs the hop before it, so a model that makes one hop per loop needs as many loops as hops. Known
+constructions need about log2 of the hops: with every loop they double the length of a jump.
 """
 
 import math
@@ -22,7 +22,7 @@ from loopscope.tasks.task import Task
 _MARK = ">"
 _NAMES = "abcdefghijklmnopqrstuvwxyz"
 _RAREST = 100
-"""Hops that fewer than one text in so many has are not asked for: texts are drawn until they have all their hops."""
+"""A level has at least one text in so many with all its hops: `draw_inputs` draws texts until it finds one."""
 
 
 class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
@@ -64,7 +64,7 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
 
     @property
     def _texts_with(self) -> tuple[int, ...]:
-        """By hops, how many texts have at least as many."""
+        """By the number of hops, how many texts have at least as many hops."""
         return _texts_with_hops(self.alphabet, self.letters)
 
     @property
@@ -104,11 +104,11 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
         bounds = np.full((rows, self.letters), self.alphabet - 1)
         bounds[:, 0] = self.alphabet
         steps = draws.integers(bounds)
-        steps[:, 1:] += 1  # from a letter to another one
+        steps[:, 1:] += 1  # from a letter to a different letter
         return steps.cumsum(axis=1) % self.alphabet
 
     def _reached(self, texts: Integers, hops: Integers) -> Integers:
-        """[N] the place of the letter at which these hops end; -1 where one of them has nowhere to go."""
+        """[N] the index of the letter at which the hops end; -1 if a hop has no earlier occurrence."""
         rows, places = np.arange(len(texts)), np.arange(self.letters)
         place = np.full(len(texts), self.letters - 1)
         for hop in range(int(hops.max(initial=0))):
@@ -121,9 +121,9 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
 
 @lru_cache
 def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
-    """By hops, how many texts have at least as many.
+    """By the number of hops, how many texts have at least as many hops.
 
-    Going back from the place of a hop, each letter is the one that is sought with the same chance, 1 / (alphabet - 1).
+    For a hop, each earlier letter is the sought letter with the same probability, 1 / (alphabet - 1).
     So the hops of a text are the successes of `letters` - 2 trials.
     """
     trials, others = letters - 2, alphabet - 2
@@ -135,8 +135,8 @@ def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     """Find the end of a node's path in a graph that consists of several paths.
 
-    An input says of every node, in the order of their names, to which node its edge leads; an end leads to itself.
-    Then it names the node that begins the path. This path has `difficulty` edges, and the other paths share the rest.
+    An input lists, for every node in the order of their names, the next node; an end leads to itself. Then it names
+    the node that begins the path. This path has `difficulty` edges, and the other paths share the rest.
     There are always `nodes - paths` edges, so neither length nor number gives the difficulty away.
 
     Parameters
@@ -213,10 +213,10 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
         return self._walk(tokens[:, 1:-1])[0]
 
     def _walk(self, inputs: Integers) -> tuple[Integers, Integers]:
-        """[N] the ends of the paths from the nodes that stand last, and how many edges they have."""
+        """[N] the ends of the paths from the last node of each input, and [N] their numbers of edges."""
         rows, following, node = np.arange(len(inputs)), inputs[:, :-1], inputs[:, -1]
         edges = np.zeros(len(inputs), dtype=np.int64)
         for _ in range(self.nodes - 1):
             edges += following[rows, node] != node
-            node = following[rows, node]  # from an end one stays there
+            node = following[rows, node]  # an end leads to itself
         return node, edges

@@ -1,8 +1,8 @@
-"""State tracking: what do these symbols make together, one after the other? Difficulty is their number.
+"""State tracking: what is the product of a sequence of symbols? Difficulty is the length of the sequence.
 
 - parity: is the number of ones in this bit string odd?
-- the word problem of a symmetric group: which permutation is the product of these? For three letters (S3) the group is
-  solvable; for five (S5) it is not, and no model of constant depth finds the product of words of every length.
+- the word problem of a symmetric group: which permutation is the product of these? With three letters (S3) the group is
+  solvable; with five (S5) it is not, and no model of constant depth finds the product of words of every length.
 """
 
 from functools import lru_cache

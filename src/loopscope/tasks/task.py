@@ -1,7 +1,7 @@
-"""What is a task? A generator of examples of known difficulty, and how they are divided into splits.
+"""What is a task? A generator of examples of known difficulty, with its splits.
 
-A task says what its inputs are made of, draws inputs of a given difficulty and answers them. Splits, seeds,
-disjointness and extrapolation are the same for all tasks; those of the user's own join in `custom_task.py`.
+A task defines its symbols, draws inputs of a given difficulty and answers them. Splits, seeds, disjointness and
+extrapolation are the same for all tasks; `custom_task.py` imports custom tasks.
 
 Shapes: N examples, M tokens. Tokens: first the symbols of the input, then begin and the answer marker.
 """
@@ -22,15 +22,15 @@ from loopscope.trajectory import check_split_name
 
 SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]
 StoredOrOnline = Annotated[int, msgspec.Meta(ge=0, le=10**8)]
-"""How many training examples are stored; 0: they are drawn online, new ones at every step."""
+"""The number of stored training examples; with 0, every step draws new examples."""
 
 _BUCKETS = 10
 _RESERVED = {"validation": 0, "test": 1}
-"""With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
+"""With `disjoint`, a tenth of the input space is for validation, a tenth for test, and the rest for training."""
 _MIN_DIVIDED_SPACE = 500
-"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 50."""
+"""All splits share a difficulty with fewer distinct inputs than this: a tenth of them would be under 50."""
 _MAX_REDRAWS = 1_000
-"""One in ten draws is a split's own, so nobody needs as many, unless a difficulty has a handful of inputs."""
+"""At least a tenth of all draws belongs to a split, so only a difficulty with very few inputs needs more redraws."""
 
 
 class Splits(Settings, frozen=True, kw_only=True):
@@ -293,7 +293,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return self._framed(inputs, lengths)
 
     def _framed(self, inputs: Integers, lengths: Integers, difficulty: Integers | None = None) -> Examples:
-        """Examples of inputs [N, M - 2], with begin and marker; what stands beyond an input's end is cut off."""
+        """Examples of inputs [N, M - 2], with begin and answer marker; symbols after an input's end are cut off."""
         reject(self._misshapen(inputs, lengths))
         tokens = np.zeros((len(inputs), inputs.shape[1] + 2), dtype=np.int64)
         tokens[:, 0] = self.vocab_size - 2
@@ -309,14 +309,14 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         longest = int(lengths.max(initial=2)) - 2
         if not are_integers(inputs, (len(lengths), None)) or inputs.shape[1] < longest:
             rows = f"{len(lengths)} rows of whole numbers, with {longest} symbols where `length` says so"
-            yield f"draw_inputs of the task {type(self).__name__} must return {rows}; it returned {_shape(inputs)}."
+            yield f"draw_inputs of the task {type(self).__name__} must return {rows}; it returned {_type_of(inputs)}."
 
     def _out_of_range(self, inputs: Integers, lengths: Integers, labels: Any) -> Iterator[str]:
         last, inside = len(self.symbols) - 1, np.arange(inputs.shape[1]) < lengths[:, None] - 2
         if inputs.min(initial=0) < 0 or inputs.max(initial=0, where=inside) > last:
             yield f"draw_inputs of the task {type(self).__name__} returned numbers that are of no symbol (0..{last})."
         if not are_integers(labels, lengths.shape):
-            yield f"answers of the task {type(self).__name__} must return a whole number a row; got {_shape(labels)}."
+            yield f"answers of the task {type(self).__name__} must return a whole number a row; got {_type_of(labels)}."
         elif labels.min(initial=0) < 0 or labels.max(initial=0) > last:
             found = f"{labels.min()} to {labels.max()}"
             yield f"answers of the task {type(self).__name__} must return numbers of symbols (0..{last}); got {found}."
@@ -386,13 +386,13 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return self._draw_allowed(draws, difficulty, "train")
 
     def _draw_allowed(self, draws: Draws, difficulty: Integers, split: str) -> Examples:
-        """Draws again what belongs to another split, until every example is this split's own."""
+        """Draw examples of the split; inputs that belong to another split are drawn again."""
         examples = self.draw(draws, difficulty)
         if not self.disjoint or split == "extrapolation":
             return examples
         shared = np.array([level for level in self.levels if self.space(level) < _MIN_DIVIDED_SPACE])
         pending, redraws = np.flatnonzero(~np.isin(difficulty, shared)), 0
-        while len(pending := pending[~_belongs(examples.take(pending), split)]):
+        while len(pending := pending[~_belong_to_split(examples.take(pending), split)]):
             redraws += 1
             if redraws > _MAX_REDRAWS:
                 level = difficulty[pending[0]]
@@ -408,27 +408,29 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
 @lru_cache(maxsize=3)
 def drawn(task: Task, split: str, size: int | None = None, levels: range | None = None) -> Examples:
-    """A split, drawn once for all who need it: training, the overlap, and the recordings of several models."""
+    """A split of a task, drawn once for all callers: training, the overlap, and recordings of several models."""
     return task.split(split, size, levels)
 
 
 @lru_cache(maxsize=1)
 def training_fingerprints(task: Task) -> NDArray[np.uint64]:
-    """The hashes of all training inputs, sorted."""
+    """The sorted hashes of a task's training inputs."""
     return np.unique(fingerprints(drawn(task, "train")))
 
 
 def are_integers(numbers: Any, shape: tuple[int | None, ...]) -> bool:
-    """Whether this is an array of whole numbers of this shape, where None is any size."""
+    """Whether `numbers` is an array of whole numbers of this shape, where None is any size."""
     if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in "iu" or numbers.ndim != len(shape):
         return False
     return all(expected in (None, size) for expected, size in zip(shape, numbers.shape, strict=True))
 
 
-def _shape(found: Any) -> str:
+def _type_of(found: Any) -> str:
+    """The shape and type of an array, or the type of any other object, for the errors of a custom task."""
     return f"shape {list(found.shape)}, {found.dtype}" if isinstance(found, np.ndarray) else type(found).__name__
 
 
-def _belongs(examples: Examples, split: str) -> NDArray[np.bool_]:
+def _belong_to_split(examples: Examples, split: str) -> NDArray[np.bool_]:
+    """Whether the hash of each input puts it into the split of a disjoint task."""
     bucket = fingerprints(examples) % np.uint64(_BUCKETS)
     return bucket == _RESERVED[split] if split in _RESERVED else bucket >= len(_RESERVED)

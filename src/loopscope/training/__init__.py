@@ -1,1 +1,1 @@
-"""How is a model trained? Settings and presets, objectives, an estimate, the loop, and the runs that go round in it."""
+"""How is a model trained? Settings and presets, objectives, an estimate, the training loop, and the kinds of runs."""

@@ -1,8 +1,8 @@
-"""Can a gate that is fitted to a finished trajectory stop better than the one that was trained with it?
+"""Can a gate that is fitted to a finished trajectory stop better than the gate that was trained with it?
 
 The trajectory is frozen: a gate is fitted on a recording's pooled states and cross-entropies, so it can only act as a
-readout. Two objectives: `ponder`, the learned gate's own (expected cross-entropy plus beta KL to the prior), and
-`utility`, which predicts at every loop whether another one lowers the cross-entropy.
+readout. There are two objectives: `ponder`, that of a learned gate (expected cross-entropy plus beta KL to the prior),
+and `utility`, which predicts at every loop whether the next loop lowers the cross-entropy.
 
 Shapes: T loops, B rows of a batch, D width.
 """
@@ -24,7 +24,8 @@ from loopscope.files import BESIDE
 from loopscope.leaks import check_gate_data, fitting_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.checkpoint_folder import GENERATION, HASHES, POLICY, beside_weights, require_values, weight_files
+from loopscope.models.checkpoint_folder import GENERATION, HASHES, POLICY, beside_weights, weight_files
+from loopscope.models.model_settings import require_values
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -33,7 +34,7 @@ from loopscope.training.settings import GATED, PRIORS, WITH_PRIOR, DepthPrior, O
 from loopscope.trajectory import Trajectory
 
 _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
-"""Another loop is worth it from an improvement of about 0.005 nats on."""
+"""The next loop pays if it lowers the cross-entropy by about 0.005 nats or more."""
 
 
 class GateSettings(Settings, frozen=True, kw_only=True):
@@ -85,7 +86,7 @@ class GateSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def ponder(self) -> Objective:
-        """The learned gate's own objective."""
+        """The objective `learned_gate` with this prior and beta."""
         return Objective(name="learned_gate", prior=self.prior, geometric_lambda=self.geometric_lambda, beta=self.beta)
 
     @property
@@ -94,7 +95,7 @@ class GateSettings(Settings, frozen=True, kw_only=True):
 
 
 def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSettings:
-    """Prior and beta as the model's that made the recording, where it has them (beta 0.1 without a gate)."""
+    """The settings with prior and beta of the model that made the recording, if it has a gate (else beta 0.1)."""
     run = recording.provenance.get("run")
     objective = run.get("objective") if isinstance(run, dict) else None
     host = build(Objective, objective, "the recording") if isinstance(objective, dict) else None
@@ -102,7 +103,7 @@ def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSetting
 
 
 def host_defaults(objective: Objective | None) -> dict[str, Any]:
-    """What a fitted gate takes over from the objective that its host was trained with."""
+    """The settings that a fitted gate takes from the training objective of its model."""
     if objective is None or objective.name not in WITH_PRIOR or objective.name == "final":
         return {}
     prior = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
@@ -170,17 +171,17 @@ def fit_gate(
 
 
 def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
-    """What is minimised, from cross-entropies [T, B] and halt logits [T, B]."""
+    """The loss of a gate that is fitted, from cross-entropies [T, B] and halt logits [T, B]."""
     if settings.objective == "ponder":
         return objective_loss(settings.ponder, losses, logits)
     continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _MIN_IMPROVEMENT))
     paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
-    # The sigmoid of a halt logit is the probability to stop.
+    # The sigmoid of a halt logit is the probability of stopping.
     return F.binary_cross_entropy_with_logits(-paired_logits, continue_target)
 
 
-def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
-    """A copy of a checkpoint whose own gate is this one; the gates must have the same form."""
+def write_gate(gate: FittedGate, checkpoint: Path, out: Path) -> None:
+    """Copy a checkpoint, with the fitted gate in place of its own gate; both gates must have the same form."""
     names = gate_tensors(checkpoint)
     if set(names) != set(gate.tensors):
         own = "no gate of LoopScope's" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"

@@ -1,14 +1,14 @@
 """How is a language model trained? On windows of a text, at every token: a new Ouro, or a checkpoint further.
 
-The objective of a task's runs, over tokens in place of answers: with a learned gate and a uniform prior it is Ouro's
-stage I, sum_t q_t L_t + beta KL(q || uniform).
+The objectives are those of runs on a task, over tokens instead of answers. With a learned gate and a uniform prior, the
+objective is Ouro's stage I: sum_t q_t L_t + beta KL(q || uniform).
 
 - `LanguageRun`: a new Ouro. The run's folder is a checkpoint in the layout of the Hub: beside the files of every run it
   holds a tokenizer, trained on the text, and its `config.json` is Ouro's with the settings of the run added.
-- `ContinuedRun`: a checkpoint is trained further, all of its weights or low-rank adapters (PEFT's LoRA, merged at the
-  end). A looped model that was made from an ordinary one needs it: it has never seen its own second loop. What each
-  loop says is held against the text, or against what a teacher says of it (distillation: KL at every loop), which for a
-  looped Llama is the model that it was made from. The run's folder is a checkpoint of the same kind as its start.
+- `ContinuedRun`: a checkpoint is trained further, with all of its weights or low-rank adapters (PEFT's LoRA, merged at
+  the end). A looped model that was made from an ordinary checkpoint needs this run: the checkpoint never ran a second
+  loop. Each loop learns the text, or the predictions of a teacher (distillation: KL at every loop), which for a looped
+  Llama is the model that it was made from. The run's folder is a checkpoint of the same kind as its start.
 
 Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
@@ -45,21 +45,23 @@ from loopscope.training.training_loop import BatchLosses, TrainingRun, epoch_row
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _EMBEDDING_SPREAD = 0.3
-"""Of the first embeddings: at 1, PyTorch's, AdamW takes long to move them."""
+"""The standard deviation of new embeddings: at PyTorch's default of 1, AdamW takes long to change them."""
 _END = 0
-"""The token between documents, in a new vocabulary."""
+"""The token between documents in a new vocabulary."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 Teacher = Callable[[Tensor], Tensor]
-"""Tokens [B, C] -> the log-probabilities [B C, V] that are to be said."""
+"""A teacher: tokens [B, C] -> the log-probabilities [B C, V] that a model learns to predict."""
 
 
 @dataclass(frozen=True)
 class TokenWindows:
-    tokens: NDArray[np.int64]  # [B, C + 1]: what is read, and one place later what is to be said
+    """Hold windows of a text: the tokens that the model reads, and the next tokens."""
+
+    tokens: NDArray[np.int64]  # [B, C + 1]: inputs, and one position later the targets
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -70,14 +72,14 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class TextRun(TrainingRun):
-    """A run on windows of a text; its settings say how long they are (`context`)."""
+    """Train on windows of a text, whose length is the setting `context`."""
 
     settings: Any
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
     folder: Path
-    windows_at_once: ClassVar[int] = 16  # that are validated together
-    end_token: ClassVar[int] = _END  # before every document
+    windows_at_once: ClassVar[int] = 16  # in a batch of validation
+    end_token: ClassVar[int] = _END  # precedes every document
 
     @property
     @abstractmethod
@@ -88,7 +90,7 @@ class TextRun(TrainingRun):
         reject(self.problems())
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the run."""
+        """Yield the errors of the run's settings."""
         context, longest = self.settings.context, self.empty_model.block_size
         if context > longest:
             yield f"context is {context}, and the model takes {longest} tokens."
@@ -107,18 +109,18 @@ class TextRun(TrainingRun):
 
     @property
     def flops(self) -> float:
-        """Multiply-adds x 2 of one training step, forward and backward, in block and head."""
+        """The operations of one training step, forward and backward, in block and head (2 for a multiply-add)."""
         empty, training = self.empty_model, self.settings.training
         loops = expected_loops(self.settings.objective, empty.num_loops)
-        heads = 1 if self.settings.objective.name == "random_depth" else loops  # what is read goes through the coda
+        heads = 1 if self.settings.objective.name == "random_depth" else loops  # for each loss, the coda runs
         block = sum(each.numel() for each in empty.block.parameters())
         head = sum(each.numel() for each in empty.parameters() if each.shape[0] == empty.vocab_size)
-        again = 4 / 3 if training.checkpointing else 1.0  # every loop is run once more
+        again = 4 / 3 if training.checkpointing else 1.0  # checkpointing runs every loop a second time
         token = block * (empty.embed_cost + loops + heads * empty.head_cost) + heads * head
         return 6.0 * again * token * self.settings.context * training.batch_size
 
     def describe_texts(self) -> dict[str, Any]:
-        """How long the texts are, if they are long enough and the model knows their tokens."""
+        """The lengths of the texts, after checking that they are long enough and that the model has their tokens."""
         known, context = self.empty_model.vocab_size, self.settings.context
         for name, tokens in self._tokens.items():
             if len(tokens) <= context:
@@ -138,7 +140,7 @@ class TextRun(TrainingRun):
 
     @torch.no_grad()
     def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
-        """Mean cross-entropy and accuracy of every loop over the first windows of the validation text."""
+        """The mean cross-entropy and accuracy of every loop over the first windows of the validation text."""
         windows = cut_windows(self._tokens["validation"], self.settings.context)
         size, at_once = min(self.settings.training.validation_sample, len(windows)), self.windows_at_once
         losses, sums = TokenLosses(model), []
@@ -156,6 +158,8 @@ class TextRun(TrainingRun):
 
 @dataclass(frozen=True)
 class LanguageRun(TextRun):
+    """Train a new Ouro, with its own tokenizer, on a text."""
+
     settings: PretrainSettings
     files: ClassVar[tuple[str, ...]] = (*TrainingRun.files, TOKENIZER, TOKENIZER_CONFIG)
     has_gate: ClassVar[bool] = True
@@ -206,13 +210,15 @@ class LanguageRun(TextRun):
             model = Ouro(self.ouro)
             nn.init.normal_(model.model.embed_tokens.weight, std=_EMBEDDING_SPREAD)
         for name, weight in model.named_parameters():
-            if name.endswith("layernorm_2.weight"):  # all of a loop's layers add as much as the state has
+            if name.endswith("layernorm_2.weight"):  # all layers of a loop together add as much as the state has
                 nn.init.constant_(weight, (2 * self.settings.model.num_hidden_layers) ** -0.5)
         return model
 
 
 @dataclass(frozen=True)
 class ContinuedRun(TextRun):
+    """Train a checkpoint further on a text: all of its weights, or adapters."""
+
     settings: ContinueSettings
     start: Path
     teacher: Path | None = None
@@ -276,11 +282,13 @@ class ContinuedRun(TextRun):
     def initial_model(self) -> LoopedModel:
         model = load_model(self.start, dtype="float32", pack=False).train().requires_grad_(True)
         if self.settings.adapters is not None:
-            add_adapters(model, self.settings.adapters.rank, self.settings.adapters.alpha, self.settings.training.seed)
+            add_trained_adapters(
+                model, self.settings.adapters.rank, self.settings.adapters.alpha, self.settings.training.seed
+            )
         return model
 
     def finished(self, model: Any) -> Any:
-        return merge_adapters(model) if self.settings.adapters is not None else model
+        return merge_trained_adapters(model) if self.settings.adapters is not None else model
 
     def losses(self, model: LoopedModel) -> nn.Module:
         if self.teacher is None:
@@ -297,21 +305,21 @@ class ContinuedRun(TextRun):
 
 
 def token_stream(paths: Sequence[Path], checkpoint: Path, end_token: int = _END) -> NDArray[np.int64]:
-    """All documents of a text, one after the other, each with the end token before it."""
+    """Tokenize all documents of a text into one array, each after an end token."""
     documents = tokenize_documents(read_documents(paths), checkpoint)
     return np.concatenate([part for tokens in documents for part in ([end_token], tokens)])
 
 
 def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
-    """The windows of a stream; every token but the first is to be said once, up to the last whole window."""
+    """Cut tokens into windows of context + 1; all tokens but the first are targets once; the rest is dropped."""
     count = (len(tokens) - 1) // context
     return TokenWindows(np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[: count * context : context])
 
 
 class TokenLosses(nn.Module):
-    """Of every next token [T, B C], at every loop or at the last that is run.
+    """The losses of every next token of a text [T, B C], at every loop or at the last loop that runs.
 
-    With a teacher, a loss is KL(teacher || model) over the next token, and the text only says what is read.
+    With a teacher, a loss is KL(teacher || model) over the next token, and the text is only the input.
     """
 
     def __init__(self, model: LoopedModel, teacher: Teacher | None = None) -> None:
@@ -320,7 +328,7 @@ class TokenLosses(nn.Module):
         self._teacher = teacher
 
     def forward(self, batch: TokenWindows, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
-        tokens = torch.from_numpy(batch.tokens)  # the model takes them there
+        tokens = torch.from_numpy(batch.tokens)  # the model uploads them
         targets = upload(tokens[:, 1:].flatten(), device)
         taught = None if self._teacher is None else self._teacher(tokens[:, :-1])
         return self.of_state(self.model.begin(tokens[:, :-1]), targets, taught, unrolling)
@@ -333,7 +341,7 @@ class TokenLosses(nn.Module):
         unrolling: Unrolling | None = None,
         chosen: Tensor | None = None,
     ) -> BatchLosses:
-        """The same of tokens before their first loop: of all of them, or of the `chosen` ones [N], targets likewise."""
+        """The losses of tokens from their embedding: of all tokens, or of the `chosen` [N], with their targets."""
 
         def of_chosen(values: Tensor) -> Tensor:
             return values if chosen is None else values.index_select(0, chosen)
@@ -368,7 +376,7 @@ class TokenLosses(nn.Module):
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:
-    """Writes a byte-level BPE of these documents, made as Ouro's: digits stand alone, words take the space before."""
+    """Train a byte-level BPE tokenizer on documents, as Ouro's: single digits, and words with the space before them."""
     bpe = Tokenizer(models.BPE())
     pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     bpe.pre_tokenizer = pre_tokenizers.Sequence(pieces)
@@ -392,10 +400,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, fol
     write_bytes(folder / TOKENIZER, bpe.to_str(pretty=True).encode())
 
 
-def add_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
-    """Holds all weights still but the gate's, and gives every linear layer of the model a trainable low-rank part.
+def add_trained_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
+    """Prepare a fine-tuning run: freeze all weights but the gate's, and give every linear layer a low-rank adapter.
 
-    The parts begin at zero, so nothing changes yet.
+    The adapters start at zero, so the model's outputs stay the same.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -410,15 +418,15 @@ def add_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
 
 
 def adaptable_layers(model: LoopedModel) -> list[str]:
-    """The names of the linear layers that an adapter may change: all but the head (which may be tied) and the gate."""
+    """The linear layers that an adapter of a fine-tuning run may change: all but the head and the gate."""
     gate = getattr(model, "gate", None)
     within = set() if gate is None else {id(each) for each in gate.modules()}
     named = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in within}
     return sorted(name for name in named if "lm_head" not in name)
 
 
-def merge_adapters(model: Any) -> Any:
-    """The model with its adapters added to its weights, and no trace of them left."""
+def merge_trained_adapters(model: Any) -> Any:
+    """Finish a fine-tuning run: add the adapters to the model's weights, and remove them."""
     for name, module in list(model.named_modules()):
         if hasattr(module, "get_base_layer"):
             module.merge()

@@ -3,17 +3,18 @@
 - final: the last loop only;
 - fixed_prior: sum_t pi_t l_t, the same weights for every example;
 - learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution;
-- decoupled_gate: the fixed prior's loss shapes the trajectory, and the gate learns the learned gate's from states and
-  cross-entropies through which no gradient flows;
-- gate_channels: between these two. A learned gate shapes the trunk through two channels: q weighs the trunk's losses,
-  and the gate's own gradient reaches the states that it reads. Each has a share from 0 to 1;
-- act: sum_t p_t(x) l_t + beta (N(x) + R(x)), Graves' adaptive computation time: halt probabilities are added up until
-  they reach 1 but for a hundredth, at loop N, which weighs the remainder R;
-- random_depth: l_n, where the number of loops n is drawn from the prior at every step, and only n loops are run;
-- module:function: what a function of the user's makes of the same losses. It is imported here, and tried on made-up
-  numbers before anything is written.
+- decoupled_gate: the fixed prior's loss shapes the trajectory, and the gate minimises the learned gate's loss on states
+  and cross-entropies through which no gradient flows;
+- gate_channels: between learned_gate and decoupled_gate. A learned gate shapes the trunk through two channels: q
+  weights the trunk's losses, and the gate's own gradient reaches the states that it reads. Each channel has a share
+  from 0 to 1;
+- act: sum_t p_t(x) l_t + beta (N(x) + R(x)), Graves' adaptive computation time: halt probabilities are summed until the
+  sum is within a hundredth of 1, at loop N, whose weight is the remainder R;
+- random_depth: l_n, where every step draws the number of loops n from the prior, and only n loops run;
+- module:function: the value of a custom function of the same losses. LoopScope imports the function and tries it on
+  made-up numbers before it writes anything.
 
-A prior pi is one of two that have names, a list of weights, or a function of the user's of (loops, step, steps).
+A prior pi is a named prior (uniform or geometric), a list of weights, or a custom function of (loops, step, steps).
 
 Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
 """
@@ -37,10 +38,10 @@ from loopscope.training.settings import ACT, GATED, Objective, UserFunction, is_
 from loopscope.user_code import load_code
 
 _MIN_LOG_PROBABILITY = -1e4
-"""Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
+"""The lower limit of log-probabilities: its exp is 0, and 0 times the limit is 0, while 0 times -inf is NaN."""
 _DEPTH_RESOLUTION = 1 << 31
 _DEPTH_STREAMS = 3 << 62
-"""The first of the streams that depths are drawn from, above those of data and epochs."""
+"""The first random stream for drawing depths, above the streams of data and epochs."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +69,29 @@ class LoopLosses:
     tensor(1.)
     """
 
-    cross_entropy: Tensor  # [T, B], of the right answers, or of the next tokens
-    gate_logits: Tensor | None  # [T, B], the gate's halt logits; None without a gate
-    step: int  # of training, from 0
-    detached_gate_logits: Tensor | None = None  # the same numbers, but their gradient ends at the gate
-    steps: int = 1  # of the whole run
+    cross_entropy: Tensor  # [T, B] losses of the right answers, or of the next tokens
+    gate_logits: Tensor | None  # [T, B] the gate's halt logits; None without a gate
+    step: int  # the step of training, from 0
+    detached_gate_logits: Tensor | None = None  # the same numbers, with gradients that end at the gate
+    steps: int = 1  # all steps of the run
 
 
 @dataclass(frozen=True)
 class Unrolling:
-    """How far a step of training unrolls a model, if not as far as it goes. Only the last of its loops is answered."""
+    """Limit how many loops a training step runs, and how many get a gradient; only the last loop has a loss."""
 
     loops: int
-    truncated: int | None  # gradients flow through the last so many loops only; None: through all
+    truncated: int | None  # the number of last loops with gradients; None: all
 
 
 LossFunction = Callable[[LoopLosses], Tensor]
-"""The mean loss of a batch."""
+"""The mean loss of a batch, as a function of its losses at every loop."""
 GateTraining = Literal["none", "joint", "decoupled"]
-"""Whether a gate is trained, and whether what it learns reaches the states that it reads."""
+"""Whether a gate is trained, and whether its gradient reaches the states that it reads."""
 
 
 def depth_prior(objective: Objective, loops: int, step: int = 0, steps: int = 1) -> Tensor:
-    """pi [T] in float64 at a step of so many; for `final` all weight lies on the last loop."""
+    """The prior pi [T] over depth in float64 at a step; for `final` the last loop has all the weight."""
     if objective.name == "final":
         return F.one_hot(torch.tensor(loops - 1), loops).double()
     if objective.prior == "uniform":
@@ -101,7 +102,7 @@ def depth_prior(objective: Objective, loops: int, step: int = 0, steps: int = 1)
 
 
 def _custom_prior(objective: Objective, loops: int, step: int, steps: int) -> Tensor:
-    """The weights of the settings, or what the user's function gives."""
+    """The weights of a custom prior: the list in the settings, or the values of a custom function."""
     weights: Any = objective.prior
     try:
         if isinstance(objective.prior, str):
@@ -124,25 +125,26 @@ def _custom_prior(objective: Objective, loops: int, step: int, steps: int) -> Te
 
 @lru_cache(maxsize=8)
 def _prior_function(name: str, _source_sha256: str) -> UserFunction:
-    """The function of the user's that has this source text."""
+    """Import the custom function of a prior, whose source has this hash."""
     function: UserFunction = load_code(name, "prior")
     return function
 
 
 def uniform_prior(loops: int) -> Tensor:
+    """The prior with the same weight for every loop, pi [T]."""
     return torch.full((loops,), 1.0 / loops, dtype=torch.float64)
 
 
 def geometric_prior(lam: float, loops: int) -> Tensor:
-    """lam (1 - lam)^(t-1), truncated: the last loop takes all that is left."""
+    """The prior lam (1 - lam)^(t-1), truncated: the last loop takes the remaining weight."""
     survival = (1.0 - lam) ** torch.arange(loops, dtype=torch.float64)
     return torch.cat((lam * survival[:-1], survival[-1:]))
 
 
 def draw_unrolling(objective: Objective, loops: int, seed: int, step: int, steps: int = 1) -> Unrolling | None:
-    """How far a step of so many unrolls a model of so many loops: drawn from seed and step, the same everywhere.
+    """Draw how many of the loops a training step runs, from seed and step: the same on every worker.
 
-    None: all loops, and all of them are answered.
+    None: all loops run, and every loop has a loss.
     """
     if objective.name != "random_depth":
         return None
@@ -153,7 +155,7 @@ def draw_unrolling(objective: Objective, loops: int, seed: int, step: int, steps
 
 
 def expected_loops(objective: Objective, loops: int) -> float:
-    """How many loops a step of training runs on average; at most, where a function of the user's decides."""
+    """The mean number of loops of a training step; all loops if a custom function draws them."""
     if objective.name != "random_depth" or objective.has_custom_prior:
         return loops
     return float(depth_prior(objective, loops).numpy() @ np.arange(1, loops + 1))
@@ -167,11 +169,10 @@ def objective_loss(
     step: int = 0,
     steps: int = 1,
 ) -> Tensor:
-    """The mean built-in objective of a batch from its cross-entropies [T, B] and halt logits [T, B].
+    """The mean built-in objective of a batch, from its cross-entropies [T, B] and halt logits [T, B].
 
-    The detached halt logits are the same numbers, but their gradient ends at the gate; a gate learns from them as far
-    as its gradient does not reach the trunk. Of a random depth only the last loop counts. `step` of `steps` is for
-    priors that change.
+    The detached halt logits are the same numbers, with gradients that end at the gate; a decoupled gate learns from
+    them. With a random depth only the last loop counts. `step` of `steps` is for priors that change.
     """
     if objective.name == "random_depth":
         return losses[-1].mean()
@@ -195,7 +196,7 @@ def objective_loss(
 
 
 def _gate_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None, prior: Tensor) -> Tensor:
-    """The learned gate's loss. On detached losses it is the gate's own, and its gradient ends where that of q does."""
+    """The learned gate's loss; on detached losses it trains only the gate, and its gradient ends where q's ends."""
     assert gate_logits is not None, "an objective with a gate needs a model with one"
     log_q = log_exit_distribution(gate_logits.float())
     penalty = depth_kl(log_q, prior.log()[:, None].to(log_q))
@@ -203,7 +204,7 @@ def _gate_loss(objective: Objective, losses: Tensor, gate_logits: Tensor | None,
 
 
 def log_exit_distribution(gate_logits: Tensor) -> Tensor:
-    """log q [T, B]: exit at t with probability sigmoid(g_t) if not before; the last loop takes all that is left."""
+    """log q [T, B]: exit at t with probability sigmoid(g_t) if not before; the last loop takes the rest."""
     log_continue = F.logsigmoid(-gate_logits[:-1])
     reached = [torch.zeros_like(gate_logits[0])]  # a running sum: cumsum on CUDA is not deterministic
     for step in log_continue:
@@ -213,7 +214,7 @@ def log_exit_distribution(gate_logits: Tensor) -> Tensor:
 
 
 def exit_weights(objective: Objective, gate_logits: Tensor) -> Tensor:
-    """[T, B] the probability with which a gate that this objective trains exits at each loop."""
+    """[T, B] the exit probabilities at each loop of a gate that was trained with this objective."""
     return act_weights(gate_logits)[0] if objective.name == ACT else log_exit_distribution(gate_logits).exp()
 
 
@@ -230,7 +231,7 @@ def act_weights(gate_logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expected_loss(losses: Tensor, weights: Tensor) -> Tensor:
-    """[B] the losses [T, B] averaged over depth."""
+    """[B] the losses [T, B], averaged over depth with these weights."""
     return (weights * losses).sum(dim=0)
 
 
@@ -240,7 +241,7 @@ def depth_kl(log_q: Tensor, log_prior: Tensor) -> Tensor:
 
 
 def load_objective(objective: Objective, seed: int, function: UserFunction | None = None) -> LossFunction:
-    """What training minimises; a function of the user's is imported, unless it is given."""
+    """The objective as a loss function; a custom function is imported, unless `function` is it."""
     if objective.is_custom:
         current = load_code(objective.name, "objective", function)
         return lambda loops: _custom_loss(objective, current, seed, loops)
@@ -250,8 +251,8 @@ def load_objective(objective: Objective, seed: int, function: UserFunction | Non
 
 
 def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops: LoopLosses) -> Tensor:
-    """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
-    with random_numbers(seed, loops.step):
+    """Call a custom objective; its random numbers depend on seed and step, so a resumed run repeats them."""
+    with seeded_random_numbers(seed, loops.step):
         try:
             loss = function(loops, **(objective.options or {}))
         except (Exception, SystemExit) as error:
@@ -268,8 +269,8 @@ def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops:
 
 
 @contextmanager
-def random_numbers(*key: int | str) -> Iterator[None]:
-    """PyTorch draws from `key` alone in here, and draws on as before after it."""
+def seeded_random_numbers(*key: int | str) -> Iterator[None]:
+    """Let PyTorch draw from a generator seeded by `key`; afterwards it continues with its own generator."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(digest(list(key))[:8], 16))
         yield
@@ -278,10 +279,10 @@ def random_numbers(*key: int | str) -> Iterator[None]:
 def try_objective(
     objective: LossFunction, loops: int, has_gate: bool, steps: int, device: torch.device
 ) -> GateTraining:
-    """Tries it on made-up numbers, at the first step and the last; says how it would train a gate."""
+    """Try an objective on made-up losses, at the first and the last step; return how it would train a gate."""
     joint = decoupled = False
     for step in (0, steps - 1):
-        rows = loops + 2  # not as many as loops: a loss [T] is no loss [B]
+        rows = loops + 2  # unlike the number of loops, so that a loss [T] cannot pass for [B]
         made_up = torch.linspace(2.0, 0.5, loops * rows, device=device).view(loops, rows)
         losses = made_up.clone().requires_grad_()
         halts, detached = ((1 - made_up).requires_grad_() if has_gate else None for _ in range(2))

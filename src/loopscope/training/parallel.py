@@ -1,7 +1,7 @@
-"""How do several processes train one run? As workers that torchrun started, that wait for each other and fail together.
+"""How do several processes train one run? As workers that torchrun starts, that wait for each other and fail together.
 
 Every worker holds the whole model and takes its share of each batch; PyTorch's DistributedDataParallel averages the
-gradients, so that all of them apply the same update. The first worker alone writes and speaks.
+gradients, so that all of them apply the same update. Only the first worker writes files and prints.
 """
 
 import os
@@ -19,23 +19,23 @@ from torch import Tensor, nn
 from loopscope.errors import UserError
 
 _MAX_WAIT = timedelta(days=1)
-"""How long a worker waits for the others: the first may draw data or validate. One that dies is torchrun's matter."""
+"""How long a worker waits for the others: the first may draw data or validate. torchrun notices a dead worker."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that train a run, seen by one of them; by default it is alone, and nothing here does anything."""
+    """Describe the processes that train a run, as one of them sees them; a single worker needs no communication."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that writes and speaks."""
+        """Whether this worker writes files and prints."""
         return self.rank == 0
 
     def share(self, rows: int) -> int:
-        """How many rows of a batch each worker takes; as many as the others, or the mean of means would be another."""
+        """The rows of a batch for each worker; equal shares, so that the mean over workers is the batch's."""
         if rows % self.count:
             raise UserError(
                 f"A batch of {rows} rows does not divide among {self.count} workers; change training.batch_size, or "
@@ -44,13 +44,13 @@ class Workers:
         return rows // self.count
 
     def replicated(self, module: nn.Module, some_unused: bool = False) -> nn.Module:
-        """The module with its gradients averaged over the workers; `some_unused`: not every step gives all of them."""
+        """The module with gradients averaged over workers; `some_unused`: a step may leave some parameters unused."""
         if self.count == 1:
             return module
         return nn.parallel.DistributedDataParallel(module, find_unused_parameters=some_unused)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of every worker's value."""
+        """The mean of a value over all workers."""
         if self.count == 1:
             return value
         total = value.clone()
@@ -59,7 +59,7 @@ class Workers:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Waits for all workers at its end. What fails in one of them ends the others too, with the same words."""
+        """Wait for all workers at the end of the block; an error in one of them ends all, with the same message."""
         failed: Exception | None = None
         try:
             yield
@@ -76,25 +76,26 @@ SINGLE_WORKER = Workers()
 
 
 def shared_device(name: str) -> str:
-    """What several workers take for `auto`: each its own CUDA device, or the CPU. One alone takes what it likes."""
-    if name != "auto" or _launched() == 1:
+    """The device that `auto` means for several workers: each its own CUDA device, or the CPU."""
+    if name != "auto" or _launched_processes() == 1:
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _launched() -> int:
-    """How many processes torchrun started; without it, one."""
+def _launched_processes() -> int:
+    """The number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 @contextmanager
 def join_workers(device: str) -> Iterator[Workers]:
-    """The workers that torchrun started, on `cpu` or each on its own CUDA device; without torchrun, one alone.
+    """Join the workers that torchrun started, on `cpu` or each on its own CUDA device; without torchrun, one worker.
 
-    The group is left at the end, and after an error that all workers have. After any other error it is not: leaving it
-    may wait for the others, who wait for this one. The process ends then, and torchrun ends the others.
+    The process leaves the group at the end, and after an error that all workers raise. After any other error, leaving
+    could wait for workers that wait for this process; so the process ends without leaving, and torchrun ends the
+    others.
     """
-    count = _launched()
+    count = _launched_processes()
     if count == 1:
         yield SINGLE_WORKER
         return
@@ -118,7 +119,7 @@ def join_workers(device: str) -> Iterator[Workers]:
 
 
 def exit_worker(code: int) -> NoReturn:
-    """Ends a worker whose work is done, at once: threads of its group may outlive the interpreter and abort it."""
+    """End a finished worker process at once: threads of its group may outlive the interpreter and abort it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""What does a run's folder hold, and whose is it? Its configuration and its metrics, read and written without PyTorch.
+"""What does a run's folder hold, and which run owns it? Configuration and metrics, read and written without PyTorch.
 
-`config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`; `state.safetensors` while it
-runs (`training_loop.py`), `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends on
-the time or on the machine's name.
+The folder holds `config.json` (all settings), `data.json` (split sizes and their overlap) and `metrics.jsonl`. During
+the run it also holds `state.safetensors` (`training_loop.py`), afterwards `model.safetensors` and `hashes.json`. No
+file in it depends on the time or on the machine's name.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
 DATA_FILE = "data.json"
 CUSTOM_EXAMPLES = "custom_examples_sha256"
-"""What `data.json` says of the examples of a task of the user's own."""
+"""The entry of `data.json` with the hash of a custom task's examples."""
 
 _NAMES = {
     "text_sha256.train": "--text",
@@ -47,20 +47,22 @@ _NAMES = {
     "model.source_sha256": "the source text of the model",
     "task.source_sha256": "the source text of the task",
 }
-"""What users call the settings of a run that are hashes."""
+"""The names of settings that are hashes, as errors call them."""
 
 
-class _Trained(msgspec.Struct, frozen=True):
+class _TrainedCheckpoint(msgspec.Struct, frozen=True):
+    """The part of a checkpoint's `config.json` that a LoopScope run writes."""
+
     run: dict[str, Any] | None = None
 
 
 def trained_with(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
-    return read_json(_Trained, folder / CONFIG, "run configuration").run
+    """The settings of the run that trained the checkpoint in `folder`; None if no LoopScope run did."""
+    return read_json(_TrainedCheckpoint, folder / CONFIG, "run configuration").run
 
 
 def read_run_settings(run: Path) -> RunSettings:
-    """The settings of the run in a folder, which was trained on a task."""
+    """Read the settings of the run on a task in a folder."""
     if not is_file(run / CONFIG):
         other = UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
         raise other if is_folder(run) else no_folder(run, "the folder of a finished run")
@@ -69,7 +71,7 @@ def read_run_settings(run: Path) -> RunSettings:
     config = read_checkpoint_config(run)
     settings = build_run_settings(config.run, str(run / CONFIG))
     sizes = config.vocab_size, config.block_size
-    if not isinstance(settings, CustomTaskSettings):  # whose sizes only the user's code knows
+    if not isinstance(settings, CustomTaskSettings):  # only custom code knows the sizes of a custom task
         sizes = settings.generator.vocab_size, settings.block_size
     if (config.model, config.vocab_size, config.block_size) != (settings.model, *sizes):
         raise UserError(
@@ -79,7 +81,7 @@ def read_run_settings(run: Path) -> RunSettings:
 
 
 def task_of_run(run: Path, settings: RunSettings, custom_tasks: Sequence[str] = ()) -> Task:
-    """What draws the examples of the run in a folder; a task of the user's own only if the user names it as well."""
+    """The task of the run in a folder; a custom task must also be named in `custom_tasks`."""
     if isinstance(settings, CustomTaskSettings):
         name = settings.task.name
         if name not in custom_tasks:
@@ -92,7 +94,7 @@ def task_of_run(run: Path, settings: RunSettings, custom_tasks: Sequence[str] = 
 
 
 def check_examples(run: Path, settings: RunSettings) -> None:
-    """Rejects a task of the user's own whose examples are not those that the run in a folder began with."""
+    """Reject a custom task whose examples differ from those with which the run in a folder began."""
     if not isinstance(settings, CustomTaskSettings):
         return
     before = read_json(dict[str, Any], run / DATA_FILE, "file of a run's data").get(CUSTOM_EXAMPLES)
@@ -104,7 +106,7 @@ def check_examples(run: Path, settings: RunSettings) -> None:
 
 
 def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
-    """Rejects a folder that holds something, and no run; with settings, also one with a run that has others."""
+    """Reject a folder that holds files but no run; with settings, also a folder with a run of different settings."""
     if is_file(folder / CONFIG):
         if settings is not None:
             check_same_run(folder, {"run": plain(with_sources(settings))})
@@ -113,7 +115,7 @@ def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
 
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
-    """Rejects the checkpoint in `folder` if its configuration is not that of the run with this one."""
+    """Reject the checkpoint in `folder` if its run has a different configuration."""
     found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
     changed = differences({name: found.get(name) for name in config}, config)
     if changed:
@@ -123,15 +125,15 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def named_settings(changed: list[str]) -> str:
-    """The first few of these settings, as a user gives them."""
+    """The first few changed settings, under the names that users know."""
     return ", ".join(_NAMES.get(name, name) for name in changed[:3])
 
 
 @contextmanager
-def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Iterator[None]:
-    """Makes the folder that of the run with this configuration, for this process; another run's is rejected.
+def claim_run_folder(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Iterator[None]:
+    """Claim a folder for the run with this configuration and this process; reject a folder of a different run.
 
-    A new one that ends while its `files` are prepared leaves none of them: the corrected run can take its place.
+    If a new run fails while it prepares its `files`, they are removed, so that the corrected run can use the folder.
     """
     with only_writer(folder):
         check_run_place(folder)
@@ -153,25 +155,26 @@ _NO_METRICS = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionEr
 
 
 def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
+    """Append an entry to the run's `metrics.jsonl`."""
     with room_for(folder / METRICS_FILE), (folder / METRICS_FILE).open("ab") as file:
-        file.write(_line(entry))
+        file.write(_log_line(entry))
 
 
 def cut_metrics(folder: Path, steps: int) -> None:
-    """Leaves what the first `steps` steps logged."""
-    write_bytes(folder / METRICS_FILE, b"".join(map(_line, read_metrics(folder, steps))))
+    """Cut the run's log after its first `steps` steps."""
+    write_bytes(folder / METRICS_FILE, b"".join(map(_log_line, read_metrics(folder, steps))))
 
 
 def metrics_sha256(folder: Path, steps: int) -> str:
-    """Of what the first `steps` steps logged, which is on disk by now: a state must not know more than there is."""
+    """The hash of the log of the first `steps` steps, synced to disk first: a state must not be ahead of its log."""
     if (folder / METRICS_FILE).is_file():
         with (folder / METRICS_FILE).open("rb") as file:
             os.fsync(file)
-    return hashlib.sha256(b"".join(map(_line, read_metrics(folder, steps)))).hexdigest()
+    return hashlib.sha256(b"".join(map(_log_line, read_metrics(folder, steps)))).hexdigest()
 
 
 def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[str, Any]]:
-    """What the first `steps` steps logged; a killed run may have logged more, and its last line may be cut off.
+    """The log of the first `steps` steps; a killed run may have logged more steps, and a partial last line.
 
     The last entry of a finished run is a validation.
     """
@@ -188,12 +191,13 @@ def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[
 
 
 def logged_steps(folder: Path) -> int:
-    """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
+    """The last step in the log of the run in `folder`; a resumed run may repeat some of these steps."""
     try:
         return int(json.loads((folder / METRICS_FILE).read_bytes().splitlines()[-1])["step"])
     except _NO_METRICS:
         return 0
 
 
-def _line(entry: dict[str, Any]) -> bytes:
+def _log_line(entry: dict[str, Any]) -> bytes:
+    """An entry of the run's log as a line."""
     return json.dumps(entry).encode() + b"\n"

@@ -2,10 +2,10 @@
 
 `objective = "module:function"` names a custom objective, `objective.prior` may name a custom prior, `model =
 "module:Class"` a custom model and `task = "module:Class"` a custom task. A module is found where Python finds modules,
-the current folder included, and its source text enters the run's settings as a hash (`with_sources`, which does not run
-the module): with another text it is another run. Training imports the module, because the user's settings name it.
+the current folder included, and the hash of its source enters the run's settings (`with_sources`, which does not import
+the module): a different source makes a different run. Training imports the module, because the user's settings name it.
 Later a task or a model is imported only if the user names it again (`task_of_run` in `training/run_folder.py`,
-`register_model`), so that nobody runs code because a checkpoint's file names it.
+`register_model`): a checkpoint's file that names code never makes LoopScope run it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from loopscope.config import (
 )
 from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import ModelSettings, require_values
+from loopscope.models.model_settings import ModelSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256
@@ -48,7 +48,7 @@ GATED = ("learned_gate", "decoupled_gate", GATE_CHANNELS, ACT)
 BUILT_IN = ("final", "fixed_prior", *GATED, "random_depth")
 WITH_PRIOR = tuple(name for name in BUILT_IN if name != ACT)
 PRIORS = ("uniform", "geometric")
-"""The priors that have names."""
+"""The names of built-in priors."""
 _CUSTOM = "module:function"
 _SETTINGS_OF = {
     **dict.fromkeys(("prior", "geometric_lambda", "prior_sha256"), WITH_PRIOR),
@@ -57,45 +57,45 @@ _SETTINGS_OF = {
     **dict.fromkeys(("gate_weight", "gate_gradient"), (GATE_CHANNELS,)),
     **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
 }
-"""The objectives that have a setting, by the setting's name."""
+"""The objectives that have a setting, by the name of the setting."""
 _NAMED_TABLES = ("objective", "model", "task")
-"""Tables that a name alone can stand for."""
+"""Tables that may be given as a name alone."""
 
 Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 DepthPrior = str | tuple[Share, ...]
 """One of `PRIORS`, the weights of all loops, or module:function."""
 UserFunction = Callable[..., Any]
-"""Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
+"""A custom objective: from `LoopLosses`, and its options as keywords, to the loss of the batch, or [B] of every row."""
 
 _LAMBDA = 0.3
 _MAX_ROUNDING = 1e-5
-"""By which the sum of a prior's weights may miss 1."""
+"""How far the sum of a prior's weights may be from 1."""
 SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 2 of a new vocabulary: the end of a document, and the marks around a turn of a chat."""
 NewVocabulary = Annotated[int, msgspec.Meta(ge=256 + len(SPECIAL_TOKENS), le=2**24)]
 
 
 def is_distribution(weights: Sequence[float]) -> bool:
-    """Whether these weights, none of them negative, add up to 1, but for rounding."""
+    """Whether the weights of a prior add up to 1, up to rounding."""
     return min(weights, default=-1.0) >= 0 and abs(fsum(weights) - 1) < _MAX_ROUNDING
 
 
 class Channels(NamedTuple):
-    """How far a gate that is trained shapes the trunk, through each of its two channels."""
+    """Hold how far a trained gate shapes the trunk, through each of its two channels."""
 
-    weight: Share  # of the trunk's loss weights that are the gate's; the rest is the prior's
-    gradient: Share  # of the gate's own gradient that reaches the trunk
+    weight: Share  # the gate's share of the trunk's loss weights; the rest is the prior's
+    gradient: Share  # the share of the gate's own gradient that reaches the trunk
 
 
 CORNERS = {Channels(1.0, 1.0): "learned_gate", Channels(0.0, 0.0): "decoupled_gate"}
-"""Both channels open and both closed: objectives with names of their own."""
+"""Both channels open and both closed: these objectives have their own names."""
 
 
 class Objective(Settings, frozen=True, kw_only=True):
     """Describe what training minimises; `training/objectives.py` computes it.
 
-    `gate_channels` at a corner is the objective that has this corner's name: the same run at the same address.
+    A `gate_channels` objective at such a corner is replaced by the named objective, so the run has the same address.
 
     Parameters
     ----------
@@ -146,7 +146,7 @@ class Objective(Settings, frozen=True, kw_only=True):
                 continue
             if getattr(self, setting) not in (default, UNSET):
                 raise ValueError(f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'")
-            msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
+            msgspec.structs.force_setattr(self, setting, UNSET)  # files leave it out
         if kind in WITH_PRIOR:
             require_values(*self._prior_rules())
         if self.name == GATE_CHANNELS and self.channels is not None:
@@ -172,19 +172,19 @@ class Objective(Settings, frozen=True, kw_only=True):
 
     @property
     def has_custom_prior(self) -> bool:
-        """Whether its prior is a function of the user's."""
+        """Whether the prior is a custom function."""
         return isinstance(self.prior, str) and is_user_name(self.prior)
 
     @property
     def channels(self) -> Channels | None:
-        """Of an objective that trains a gate; None of others."""
+        """The channels of an objective that trains a gate; None for others."""
         if self.name == GATE_CHANNELS:
             return Channels(*(1.0 if share is UNSET else share for share in (self.gate_weight, self.gate_gradient)))
         return next((corner for corner, name in CORNERS.items() if name == self.name), None)
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is a function of the user's."""
+        """Whether the objective is a custom function."""
         return self.name not in BUILT_IN
 
 
@@ -289,12 +289,12 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def generator(self) -> Task:
-        """What draws and answers the task's examples."""
+        """The task that draws and answers examples."""
         return self.task
 
     @property
     def task_name(self) -> str:
-        """As settings name it; of the user's own, module:Class."""
+        """The task's name in the settings; for a custom task module:Class."""
         return str(plain(self.task)["name"])
 
     @property
@@ -307,16 +307,16 @@ class RunSettings(Settings, frozen=True, kw_only=True):
 
 
 class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
-    """Of a looped Transformer that is trained on a task of the user's own."""
+    """Describe a looped Transformer that is trained on a custom task."""
 
     task: CustomTask  # type: ignore[assignment]  # in place of the built-in ones
 
     def _check_block_size(self) -> None:
-        """Nothing is imported while settings are read."""
+        """Check nothing: reading settings must not import the custom task."""
 
     @property
     def generator(self) -> Task:
-        """Imports the user's code: for settings that the user gave, or a run that `task_of_run` let through."""
+        """Import the custom task: from settings that the user gave, or of a run that `task_of_run` accepted."""
         task = load_task(self.task)
         if (self.model.block_size or task.positions) < task.positions:
             raise UserError(
@@ -444,6 +444,7 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
 
 
 def presets() -> list[str]:
+    """The names of the presets that come with LoopScope."""
     folder = files("loopscope") / "presets"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
@@ -454,9 +455,9 @@ def read_settings(
     objective: Objective | None = None,
     of_study: Sequence[str] = (),
 ) -> RunSettings:
-    """The settings of a preset or of a TOML file, with `a.b=c` overrides and this objective on top.
+    """Read the settings of a preset or a TOML file, with `a.b=c` overrides and this objective on top.
 
-    Those that a study's file makes come before.
+    Overrides of a study's file (`of_study`) come before `overrides`.
     """
     if isinstance(source, RunSettings):
         tables, where = plain(source), "the settings"
@@ -466,14 +467,14 @@ def read_settings(
         tables, where = read_toml(Path(source)), source
     else:
         raise no_such_toml(source, presets(), "preset")
-    tables = overridden(tables, [*of_study, *overrides])
+    tables = apply_overrides(tables, [*of_study, *overrides])
     if objective is not None:
         tables["objective"] = plain(objective)
-    return build_run_settings(tables, _named_source(where, overrides))
+    return build_run_settings(tables, _source_name(where, overrides))
 
 
 def build_run_settings(tables: Mapping[str, Any], source: str) -> RunSettings:
-    """The settings from their tables, whose task may be one of the user's own."""
+    """Build the settings of a run from their tables, with a built-in or a custom task."""
     task = tables.get("task")
     name = task.get("name") if isinstance(task, Mapping) else None
     kind = CustomTaskSettings if isinstance(name, str) and is_user_name(name) else RunSettings
@@ -481,22 +482,24 @@ def build_run_settings(tables: Mapping[str, Any], source: str) -> RunSettings:
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
-    tables = overridden(read_toml(source), overrides)
-    return build(PretrainSettings, tables, _named_source(str(source), overrides))
+    """Read the settings of a run that trains a new Ouro."""
+    tables = apply_overrides(read_toml(source), overrides)
+    return build(PretrainSettings, tables, _source_name(str(source), overrides))
 
 
 def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
-    tables = overridden(read_toml(source), overrides)
-    return build(ContinueSettings, tables, _named_source(str(source), overrides))
+    """Read the settings of a run that trains a checkpoint further."""
+    tables = apply_overrides(read_toml(source), overrides)
+    return build(ContinueSettings, tables, _source_name(str(source), overrides))
 
 
-def _named_source(source: str, overrides: Sequence[str]) -> str:
-    """Where settings come from, for errors."""
+def _source_name(source: str, overrides: Sequence[str]) -> str:
+    """The source of settings, for errors."""
     return brief(" --set ".join((source, *overrides)), 120)
 
 
-def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name, `model` too."""
+def apply_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables with the overrides; `objective = "NAME"` and `model = "NAME"` stand for tables with only a name."""
     values = dict(tables)
     for assignments in ([], *([override] for override in overrides)):
         values = with_overrides(values, assignments)
@@ -507,16 +510,16 @@ def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def custom_objective(function: UserFunction | str, options: Mapping[str, Option] | None = None) -> Objective:
-    """The settings that name this function (or "module:function"), with these options."""
+    """An objective that names a custom function (or "module:function"), with these options."""
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
     values = {"name": name} | ({} if options is None else {"options": dict(options)})
     return build(Objective, values, "the objective")
 
 
 def with_source(objective: Objective, function: UserFunction | None = None) -> Objective:
-    """The objective with the hash of its source text, which must be the one that it has already, if it has one.
+    """The objective with the hash of its function's source, which must equal the hash that it may already have.
 
-    And with that of its prior's.
+    The hash of a custom prior's source is filled in the same way.
     """
     if objective.has_custom_prior:
         assert isinstance(objective.prior, str)
@@ -529,7 +532,7 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
 
 
 def with_model_source(model: ModelSettings, given: type | None = None) -> ModelSettings:
-    """The same of a model of the user's; `given` is its class, where Python has it already."""
+    """The settings of a model with the hash of a custom model's source; `given` is its class if already imported."""
     if not model.is_custom:
         return model
     recorded = None if model.source_sha256 is UNSET else model.source_sha256
@@ -537,9 +540,9 @@ def with_model_source(model: ModelSettings, given: type | None = None) -> ModelS
 
 
 def with_sources(settings: Any, function: UserFunction | None = None) -> Any:
-    """The settings of a run with the hashes of all source texts of the user's, which must be those that they have.
+    """The settings of a run with the hashes of all custom sources, which must equal the hashes that they already have.
 
-    A model's that is there already is checked when the model is imported.
+    The source of a model that is already imported is checked when the model is registered.
     """
     settings = msgspec.structs.replace(settings, objective=with_source(settings.objective, function))
     if isinstance(settings, CustomTaskSettings):

@@ -1,4 +1,4 @@
-"""How is a model trained on a task? By the answers that it gives at every loop.
+"""How is a model trained on a task? On the losses of its answers at every loop.
 
 Shapes: B rows, T loops.
 """
@@ -16,10 +16,11 @@ from torch import nn
 
 from loopscope.config import Option, plain
 from loopscope.errors import UserError, reason, reject
-from loopscope.models.checkpoint_folder import CheckpointConfig, ModelSettings
+from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.custom_model import MODELS, custom_model, register_model
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.model_settings import ModelSettings
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, examples_sha256, overlap, training_fingerprints
@@ -97,6 +98,8 @@ def train(
 
 @dataclass(frozen=True)
 class TaskRun(TrainingRun):
+    """Train a model on a task's examples."""
+
     settings: RunSettings
     folder: Path
     function: UserFunction | None = None
@@ -119,7 +122,7 @@ class TaskRun(TrainingRun):
         return self.settings.model.is_custom
 
     def with_model(self) -> Self:
-        """Itself, or the run with the hash of its model's text, after the model was imported and tried."""
+        """The run itself, or the run with the hash of a custom model's source, after importing and trying the model."""
         if not self.is_custom:
             return self
         name = register_model(str(self.settings.model.name))  # the user's settings name it
@@ -129,7 +132,7 @@ class TaskRun(TrainingRun):
         return replace(self, settings=settings)
 
     def prepare(self) -> dict[str, Any]:
-        """Split sizes, and how much of validation and test occurs in the training data."""
+        """The split sizes, and the shares of validation and test that occur in the training data."""
         task = self.settings.generator
         sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
         custom = {CUSTOM_EXAMPLES: examples_sha256(task)} if isinstance(self.settings, CustomTaskSettings) else {}
@@ -151,7 +154,7 @@ class TaskRun(TrainingRun):
 
     @torch.no_grad()
     def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
-        """Mean cross-entropy and accuracy of every loop, in evaluation mode."""
+        """The mean cross-entropy and accuracy of every loop, in evaluation mode."""
         task, losses = self.settings.generator, AnswerLosses(model)
         size = min(self.settings.training.validation_sample, task.validation_examples)
         examples = drawn(task, "validation").take(np.arange(size))
@@ -166,10 +169,10 @@ class TaskRun(TrainingRun):
 
 
 def initial_model(settings: RunSettings) -> LoopedModel:
-    """The model before its first step; the run's seed decides its weights.
+    """The model of a run on a task before its first step; the run's seed decides its weights.
 
-    All of it but the gate is what the fixed prior's run of the same seed starts from, where a gate is decoupled at all.
-    Every other run with a gate starts from other weights.
+    A decoupled gate leaves all other weights as in the fixed prior's run with the same seed. Every other run with a
+    gate starts from different weights.
     """
 
     def make(model: ModelSettings) -> LoopedModel:
@@ -193,7 +196,7 @@ def initial_model(settings: RunSettings) -> LoopedModel:
 
 
 def try_custom_model(settings: RunSettings) -> None:
-    """Reject a model of the user's that cannot be trained on the task; it is tried on a few of its examples."""
+    """Reject a custom model that cannot be trained on the task; it is tried on a few examples of the task."""
     name, task, gated = settings.model.name, settings.generator, settings.model.gate != "none"
     model, examples = initial_model(settings), drawn(task, "validation")
     rows = [int(examples.lengths.argmin()), int(examples.lengths.argmax()), int(examples.labels.argmax())]
@@ -203,11 +206,11 @@ def try_custom_model(settings: RunSettings) -> None:
             losses.cross_entropy.sum().backward()
     except (Exception, SystemExit) as error:
         raise UserError(f"The model '{name}' fails on examples of the task: {reason(error)}.") from error
-    reject(_misfits(model, gated, losses))
+    reject(_training_obstacles(model, gated, losses))
 
 
-def _misfits(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[str]:
-    """What of a model of the user's training could not handle."""
+def _training_obstacles(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[str]:
+    """Yield the reasons why training cannot use a custom model, from the losses of a few examples."""
     name, halts = type(model).__name__, losses.gate_logits
     for tensor, value in model.state_dict().items():
         if not value.is_floating_point():
@@ -239,7 +242,7 @@ def _misfits(model: LoopedModel, gated: bool, losses: BatchLosses) -> Iterator[s
 
 
 class AnswerLosses(nn.Module):
-    """Of the answers at the marker, at every loop or at the last that is run."""
+    """The losses of the answers to a task's examples, at every loop or at the last loop that runs."""
 
     def __init__(self, model: LoopedModel) -> None:
         super().__init__()
@@ -247,7 +250,7 @@ class AnswerLosses(nn.Module):
 
     def forward(self, batch: Examples, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
         model = self.model
-        tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+        tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model uploads them
         positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
         if unrolling is None:
             out = model.loops(tokens, lengths, positions=positions)
@@ -262,7 +265,7 @@ class AnswerLosses(nn.Module):
 
 
 def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
-    """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
+    """The task examples of every step's batch: drawn online, or the next rows of the train split's shuffled epochs."""
     task, size, seed = settings.generator, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()

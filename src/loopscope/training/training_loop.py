@@ -1,12 +1,12 @@
-"""How is a model trained? The loop of steps: a run -> its folder, which is a checkpoint.
+"""How is a model trained? In a loop of steps: from a run to its folder, which is a checkpoint.
 
 Every batch is a function of (settings, step), so the state file in the folder is all that a killed run needs to end
-bit-identical to one that ran through. It holds weights, optimizers and step, with its own hash and those of the files
-beside it: a run does not resume from anything altered. Several workers may train one run: each takes its share of every
-batch, and the first alone writes. The run says what is trained on what: on the answers of a task (`task_run`) or on the
-tokens of a text (`language_run`).
+bit-identical to an uninterrupted run. The state holds weights, optimizers and step, with its own hash and the hashes of
+the files beside it: an altered state cannot be resumed. Several workers may train one run: each takes its share of
+every batch, and only the first writes. The run defines model and data: the answers of a task (`task_run`) or the tokens
+of a text (`language_run`).
 
-Weights are updated by AdamW on a warmup-cosine schedule, on request with Muon for the block's matrices. Muon computes
+AdamW updates the weights on a warmup-cosine schedule; optionally, Muon updates the block's matrices. Muon computes
 in the precision of its device: PyTorch's own uses bf16, 10 to 60 times slower on a CPU without such units. The update
 of a matrix is its Nesterov momentum, orthogonalised by five Newton-Schulz steps. Defaults and learning-rate scaling are
 those of `torch.optim.Muon`.
@@ -48,7 +48,7 @@ from loopscope.training.objectives import (
     depth_prior,
     draw_unrolling,
     load_objective,
-    random_numbers,
+    seeded_random_numbers,
     try_objective,
 )
 from loopscope.training.parallel import SINGLE_WORKER, Workers
@@ -57,7 +57,7 @@ from loopscope.training.run_folder import (
     METRICS_FILE,
     STATE_FILE,
     append_metrics,
-    claimed,
+    claim_run_folder,
     cut_metrics,
     metrics_sha256,
     read_metrics,
@@ -66,38 +66,38 @@ from loopscope.training.run_folder import (
 from loopscope.training.settings import WITH_PRIOR, Training, UserFunction, with_sources
 
 _EPOCH_STREAMS = 1 << 63
-"""Streams from here on shuffle the epochs; the ones below draw data."""
+"""The first random stream that shuffles epochs; lower streams draw data."""
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 
 
 class BatchLosses(NamedTuple):
-    """What a model says of a batch at every loop; of an `Unrolling` at the last of its loops, without halt logits."""
+    """Hold the losses of a batch at every loop; with an `Unrolling` only at its last loop, without halt logits."""
 
     cross_entropy: Tensor  # [T, B]
     correct: Tensor  # [T, B] whether the likeliest answer is right
     gate_logits: Tensor | None  # [T, B]
-    detached_gate_logits: Tensor | None  # [T, B], from states through which no gradient flows
+    detached_gate_logits: Tensor | None  # [T, B] from states through which no gradient flows
 
 
 class TrainingRun(ABC):
-    """What is trained, and on what: a frozen dataclass.
+    """Define a model and its data for the training loop; subclasses are frozen dataclasses.
 
     Its settings have an `objective`, `training` and `num_loops`. Its model is a `LoopedModel` with a `gate` (or None),
-    which `halt` applies, and (unless it is the user's) a `block`, which every loop applies. Its batches have a length,
+    which `halt` applies. A model that is not custom has a `block`, which every loop applies. Its batches have a length,
     and `take` takes rows.
     """
 
     settings: Any
     folder: Path
-    function: UserFunction | None = None  # the objective's, where it is given and not imported
+    function: UserFunction | None = None  # a custom objective, if it is given and not imported
     gate_by_choice: ClassVar[bool] = False  # whether the settings decide if the model has a gate
-    files: ClassVar[tuple[str, ...]] = (CONFIG, DATA_FILE)  # that are there before the first step, and stay as they are
+    files: ClassVar[tuple[str, ...]] = (CONFIG, DATA_FILE)  # files that exist before the first step, and do not change
 
     @property
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """The checkpoint's `config.json`; under `run` it names all that the run's outcome depends on."""
+        """The checkpoint's `config.json`; its entry `run` holds all settings that affect the result."""
 
     @property
     @abstractmethod
@@ -105,16 +105,16 @@ class TrainingRun(ABC):
 
     @property
     def is_custom(self) -> bool:
-        """Whether its model is a class of the user's, which may draw random numbers and leave parameters unused."""
+        """Whether the model is custom: it may draw random numbers and leave parameters unused."""
         return False
 
     def with_model(self) -> Self:
-        """Itself, or the run of a custom model that was imported and tried, with the hash of its source."""
+        """The run itself, or the run with the hash of a custom model's source, after importing and trying the model."""
         return self
 
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
-        """Writes what else the folder holds before the first step; returns what `data.json` says of the data."""
+        """Write the other files of the folder before the first step; return the contents of `data.json`."""
 
     @abstractmethod
     def initial_model(self) -> Any:
@@ -122,37 +122,39 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def losses(self, model: Any) -> nn.Module:
-        """(batch, device, unrolling) -> `BatchLosses`, as a module: only its gradients can be averaged over workers."""
+        """(batch, device, unrolling) -> `BatchLosses`, as a module, so that workers can average its gradients."""
 
     @abstractmethod
     def batches(self) -> Callable[[int], Any]:
         """The batch of every step."""
 
     def finished(self, model: Any) -> Any:
-        """The model as its checkpoint has it."""
+        """The trained model in the form that its checkpoint saves."""
         return model
 
     @abstractmethod
     def validate(self, model: Any, device: torch.device) -> dict[str, Any]:
-        """Mean cross-entropy and accuracy of every loop on a sample of the validation data."""
+        """The mean cross-entropy and accuracy of every loop on a sample of the validation data."""
 
 
 @dataclass(frozen=True)
 class RunResult:
+    """Hold the result of a training run."""
+
     folder: Path
     resumed_from: int
     metrics: list[dict[str, Any]]
 
     @property
     def final(self) -> dict[str, Any]:
-        """The last validation of the run."""
+        """Return the last validation of the run."""
         return self.metrics[-1]
 
 
 def train_run(
     run: TrainingRun, device: torch.device, progress: ProgressCallback = silent, workers: Workers = SINGLE_WORKER
 ) -> RunResult:
-    """Trains the run in its folder, from its beginning or from where it was interrupted."""
+    """Train the run in its folder, from its beginning or from its last saved state."""
     folder, steps = run.folder, run.settings.training.steps
     workers.share(run.settings.training.batch_size)
     with workers.together():
@@ -160,7 +162,7 @@ def train_run(
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
-                held.enter_context(claimed(folder, run.config, run.files))
+                held.enter_context(claim_run_folder(folder, run.config, run.files))
                 if (folder / WEIGHTS).is_file():
                     (folder / STATE_FILE).unlink(missing_ok=True)
         start = steps
@@ -168,19 +170,19 @@ def train_run(
             check_hashes(folder)
         else:
             held.enter_context(deterministic())
-            start = _train(run, objective, gate_training, device, progress, workers)
+            start = _take_steps(run, objective, gate_training, device, progress, workers)
         return RunResult(folder, start, read_metrics(folder, steps, finished=True))
 
 
 def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, GateTraining]:
-    """The run with the hashes of its sources in its settings, its objective, and how that trains a gate."""
+    """The run with the hashes of custom sources in its settings, its objective, and how the objective trains a gate."""
     run = run.with_model()
     settings = with_sources(run.settings, run.function)
     pinned = settings.objective
     objective = load_objective(pinned, settings.training.seed, run.function)
     steps = settings.training.steps
     gate_training = try_objective(objective, settings.num_loops, run.has_gate, steps, device)
-    for step in (0, steps - 1) if pinned.name in WITH_PRIOR else ():  # of a drawn depth the losses know no prior
+    for step in (0, steps - 1) if pinned.name in WITH_PRIOR else ():  # losses at a drawn depth do not use the prior
         depth_prior(pinned, settings.num_loops, step, steps)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
         name = settings.objective.name
@@ -188,7 +190,7 @@ def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, G
     return replace(run, settings=settings), objective, gate_training
 
 
-def _train(
+def _take_steps(
     run: TrainingRun,
     objective: LossFunction,
     gate_training: GateTraining,
@@ -196,17 +198,17 @@ def _train(
     progress: ProgressCallback,
     workers: Workers,
 ) -> int:
-    """Takes all steps that are left; returns the number of those that were done before."""
+    """Take all remaining steps; return the number of steps that were done before."""
     folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
         if workers.is_main and not all((folder / name).is_file() for name in (STATE_FILE, *run.files)):
-            write_json(folder / DATA_FILE, run.prepare())  # again without a state: nothing tells if it was altered
+            write_json(folder / DATA_FILE, run.prepare())  # again without a state, as no hash protects it
     with workers.together():
         model = run.initial_model().to(device)
         model.gradient_checkpointing = bool(every.checkpointing)
         if gate_training == "none" and run.has_gate:
-            model.gate.requires_grad_(False)  # or DDP waits for its gradients
+            model.gate.requires_grad_(False)  # else DDP waits for its gradients
         optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
         written = {name: sha256(folder / name) for name in run.files}
         start = restore(folder, model, optimizers, written)
@@ -214,19 +216,19 @@ def _train(
             cut_metrics(folder, start)
         batch_of = run.batches()
     losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated) or run.is_custom)
-    mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
-    if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
+    mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: equal work for all
+    if workers.count > 1:  # DDP adds in a different order after its first pass: without it, a resumed run would differ
         _backward(losses, objective, batch_of(start).take(mine), start, settings)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
         done, last = step + 1, step + 1 == every.steps
-        with random_numbers("model", every.seed, step) if run.is_custom else nullcontext():
+        with seeded_random_numbers("model", every.seed, step) if run.is_custom else nullcontext():
             outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings)
         often = (every.log_every, every.validate_every, every.checkpoint_every)
         logging, validating, saving = (done % steps == 0 or last for steps in often)
         if logging or saving:
-            for name in ("loss", "loop_loss", "loop_accuracy"):  # gradients are averaged already
+            for name in ("loss", "loop_loss", "loop_accuracy"):  # gradients are already averaged
                 outcome[name] = workers.mean(outcome[name])
             if not torch.isfinite(outcome["loss"]):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
@@ -251,14 +253,14 @@ def _train(
 def train_step(
     losses: nn.Module, objective: LossFunction, optimizers: "Optimizers", batch: Any, step: int, settings: Any
 ) -> dict[str, Any]:
-    """One step of training on this batch; what it measured is still on its device, to be fetched only when wanted."""
+    """Take one training step on a batch; its measurements stay on the device until they are logged."""
     measured = _backward(losses, objective, batch, step, settings)
     rate, norm = optimizers.step(step)
     return {**measured, "learning_rate": rate, "gradient_norm": norm}
 
 
 def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int, settings: Any) -> dict[str, Any]:
-    """Adds the gradients of this batch; returns its loss, and loss and accuracy [T] of every loop."""
+    """Add the gradients of a batch; return its loss, and the loss and accuracy [T] of every loop."""
     training, device = settings.training, next(losses.parameters()).device
     unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step, training.steps)
     bf16 = device.type == "cuda" and training.bf16
@@ -273,7 +275,7 @@ def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int,
         parts.append((loss.detach() * share, cross_entropy.detach(), correct))
     all_loss, all_losses, all_correct = zip(*parts, strict=True)
     return {
-        **({} if unrolling is None else {"loops": unrolling.loops}),  # that were run, where the objective draws them
+        **({} if unrolling is None else {"loops": unrolling.loops}),  # loops that ran, if the objective draws them
         "loss": torch.stack(all_loss).sum(),
         "loop_loss": torch.cat(all_losses, dim=1).mean(1),
         "loop_accuracy": torch.cat(all_correct, dim=1).float().mean(1),
@@ -281,7 +283,7 @@ def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int,
 
 
 def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int64]]:
-    """The rows of every step's batch: the next ones of the shuffled epochs of `count` rows."""
+    """The rows of every step's batch: the next rows of the shuffled epochs of `count` rows."""
     size = settings.batch_size
 
     @lru_cache(maxsize=2)
@@ -298,11 +300,11 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """The same bits every time, on the same device and with the same number of threads."""
+    """Make PyTorch deterministic: the same bits every time, on the same device with the same number of threads."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it costs a fifth of a small model's step, and nothing here reads it
+    memory.fill_uninitialized_memory = False  # a fifth of a small model's step, for memory never read
     try:
         yield
     finally:
@@ -311,10 +313,10 @@ def deterministic() -> Iterator[None]:
 
 
 class Optimizers:
-    """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
+    """Hold the optimizers of a run as one: they share the learning-rate schedule."""
 
     def __init__(self, model: Any, settings: Training, gate_apart: bool = False) -> None:
-        """With `gate_apart` the gradients of the model's gate are clipped alone, and change no other step."""
+        """With `gate_apart`, the gradients of the model's gate are clipped separately from all others."""
         self._settings = settings
         parameters = list(model.parameters())
         gate = set(model.gate.parameters()) if gate_apart and model.gate is not None else set()
@@ -336,9 +338,9 @@ class Optimizers:
             self._all.append((Muon(matrices, lr=rate, weight_decay=settings.weight_decay), rate))
 
     def step(self, step: int) -> tuple[float, Tensor]:
-        """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping.
+        """Clip the gradients and apply them; return AdamW's learning rate and the norm before clipping.
 
-        The norm is that of all parameters but a gate's that is clipped by itself.
+        The norm covers all parameters, without a gate that is clipped separately.
         """
         norm, _ = (nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm) for parameters in self._clipped)
         factor = schedule(step, self._settings)
@@ -350,7 +352,7 @@ class Optimizers:
         return self._settings.learning_rate * factor, norm
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of all optimizers, as a file holds it."""
+        """The state of all optimizers, as tensors of a state file."""
         return {
             f"optimizer.{index}.{parameter}.{key}": value.detach().cpu().contiguous()
             for index, (optimizer, _) in enumerate(self._all)
@@ -378,6 +380,8 @@ def schedule(step: int, settings: Training) -> float:
 
 
 class Muon(Optimizer):
+    """Update matrices by their momentum, orthogonalised in the precision of its device."""
+
     def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
@@ -390,13 +394,13 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
                 average = state["momentum"].lerp_(matrix.grad, 1 - momentum)
-                update = orthogonalised(matrix.grad.lerp(average, momentum))
+                update = orthogonalise(matrix.grad.lerp(average, momentum))
                 matrix.mul_(1 - rate * group["weight_decay"])
                 matrix.add_(update, alpha=-rate * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1])))
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Nearly U V' of the matrix U S V': all singular values are brought close to 1."""
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """Nearly U V' of the matrix U S V': all singular values come close to 1."""
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
     if wide.is_cuda:
@@ -410,7 +414,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def steps_done(folder: Path) -> int:
-    """How many steps of the run in `folder` need not be done again; all of a finished run."""
+    """The number of finished steps of the run in `folder`, from its last state; all steps of a finished run."""
     if (folder / WEIGHTS).is_file():
         run = trained_with(folder)
         return 0 if run is None else int(run["training"]["steps"])
@@ -418,7 +422,7 @@ def steps_done(folder: Path) -> int:
 
 
 def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
-    """Saves the run after `step` steps; `written` has the hashes of the files that it wrote before the first."""
+    """Save the run after `step` steps; `written` has the hashes of the files written before the first step."""
     tensors = {f"model.{name}": value for name, value in _finite_weights(model).items()}
     tensors |= optimizers.tensors()
     files = json.dumps(written | {METRICS_FILE: metrics_sha256(folder, step)})
@@ -428,7 +432,7 @@ def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: i
 
 
 def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: dict[str, str]) -> int:
-    """Puts the run back to its last saved state; returns the number of steps done."""
+    """Restore the run's last saved state; return the number of finished steps."""
     if not (folder / STATE_FILE).is_file():
         return 0
     metadata, tensors = _read_state(folder, with_tensors=True)
@@ -448,7 +452,7 @@ def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: d
 
 
 def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
-    """Writes the weights; the hashes of all files come first, so that a folder with weights has those of its files."""
+    """Write the trained weights; the file of hashes comes first, so that a folder with weights has all hashes."""
     weights = _finite_weights(model)
     with atomic_file(folder / WEIGHTS) as scratch:
         write_tensors(weights, scratch)
@@ -457,7 +461,7 @@ def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
 
 
 def _read_state(folder: Path, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata of a state, which name its step, and its tensors."""
+    """Read the metadata of a state, which holds its step, and its tensors."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             metadata, names = dict(file.metadata()), file.keys() if with_tensors else ()
@@ -468,12 +472,12 @@ def _read_state(folder: Path, with_tensors: bool) -> tuple[dict[str, str], dict[
 
 
 def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Of everything that a state says, whatever the order in its file."""
+    """The hash of all tensors and metadata of a state, independent of their order in the file."""
     return digest([metadata, tensors_sha256(sorted(tensors.items()))])
 
 
 def _finite_weights(model: LoopedModel) -> dict[str, Tensor]:
-    """Every tensor once, as a file holds it."""
+    """Every weight tensor once, as a file holds it, after checking that it is finite."""
     state = model.state_dict()
     weights = {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in model.tied}
     if first_not_finite(weights):

@@ -16,8 +16,8 @@ from vllm_engines import write_looped_llama
 
 import loopscope as ls
 from loopscope.errors import UserError
-from loopscope.integrations.vllm.deployment import Deployment, check_log, read_deployment
-from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
+from loopscope.integrations.vllm.deployment import Deployment, read_deployment
+from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, check_exits_log, prompt_digest, read_exits
 from loopscope.integrations.vllm.request_depth import DEPTH_KEY, check_depth, policy_of, requested_depth
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.scope import Scope
@@ -229,7 +229,7 @@ def test_what_makes_no_sense_is_refused(told: Any, words: str) -> None:
 @pytest.mark.parametrize(("log", "words"), [("nowhere/exits.jsonl", "No such file"), (".", "Is a directory")])
 def test_a_log_that_cannot_be_written_is_refused(log: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        check_log(tmp_path / log)
+        check_exits_log(tmp_path / log)
 
 
 def test_a_file_of_the_user_is_no_log(tmp_path: Path) -> None:
@@ -237,12 +237,12 @@ def test_a_file_of_the_user_is_no_log(tmp_path: Path) -> None:
     log = tmp_path / "exits.jsonl"
     for begun in (b"", b'{"ran', b'{"ran": 2, "texts": [0], "loops": [1]}\n{"ra'):
         log.write_bytes(begun)
-        check_log(log)
+        check_exits_log(log)
         assert log.read_bytes() == begun
     for other in (b'{"prompt": "1 and 2"}', b"notes"):
         log.write_bytes(other)
         with pytest.raises(UserError, match=r"exits\.jsonl is there and is no log of exits; choose another"):
-            check_log(log)
+            check_exits_log(log)
         assert log.read_bytes() == other
 
 

@@ -1,6 +1,5 @@
-"""`python -m loopscope.integrations.lm_eval`: lm_eval's own command line, in which the model `loopscope` and, for the
-model `hf`, looped checkpoints are known. lm_eval loads no plugins, so somebody has to import ours before it looks for a
-name.
+"""`python -m loopscope.integrations.lm_eval`: lm_eval's own command line, with the model `loopscope`, and with looped
+checkpoints for the model `hf`. lm_eval loads no plugins, so this module registers both before lm_eval looks for a name.
 """
 
 import sys

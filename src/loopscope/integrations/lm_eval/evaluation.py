@@ -19,19 +19,19 @@ from loopscope.questions import reading_benchmark, subjects_of, templates_compil
 
 
 class LoopUsage(Settings, frozen=True):
-    """How deep a task went."""
+    """Hold the average depth of a task's decisions."""
 
-    decisions: int  # one a question; one a token of what is generated, or scored without choices
+    decisions: int  # one for each question; one for each token that is generated, or scored without choices
     average_loops: float
 
 
 class Evaluation(Settings, frozen=True):
-    """What lm_eval says of some tasks, and how deep the model went for it."""
+    """Hold lm_eval's results of some tasks, and the depth of the model."""
 
-    model: dict[str, Any]  # what it was
-    results: dict[str, dict[str, Any]]  # by task or group, then by metric, as lm_eval names them
+    model: dict[str, Any]  # the model's description
+    results: dict[str, dict[str, Any]]  # by task or group, then by metric, under lm_eval's names
     shots: dict[str, Any]
-    samples: dict[str, Any]  # how many of how many documents
+    samples: dict[str, Any]  # the number of documents that were evaluated, and of all
     versions: dict[str, Any]  # of the task definitions
     loops: dict[str, LoopUsage]
 
@@ -45,13 +45,13 @@ def evaluate(
     shots: int | None = None,
     chat: bool = False,
 ) -> Evaluation:
-    """Runs tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
+    """Run tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
 
-    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it. The counts of `model.used`
-    start again at 0.
+    `shots` defaults to the task's own number, and `limit` applies to each task, as in lm_eval. The counts of
+    `model.used` restart at 0.
     """
     model.used.clear()
-    with templates_compiled_once(), _environment_left_alone(), TemporaryDirectory() as folder:
+    with templates_compiled_once(), _skip_environment_report(), TemporaryDirectory() as folder:
         if data is None:
             manager, loaded = _hub_tasks(tasks)
         else:
@@ -80,8 +80,8 @@ def evaluate(
 
 
 @contextmanager
-def _environment_left_alone() -> Iterator[None]:
-    """lm_eval asks git and pip about the machine, for what is not used here; git complains where there is none."""
+def _skip_environment_report() -> Iterator[None]:
+    """Keep lm_eval from asking git and pip about the machine; the result is not used, and git may complain."""
     functions = evaluator.get_git_commit_hash, evaluator.add_env_info
     evaluator.get_git_commit_hash, evaluator.add_env_info = (lambda: None), (lambda storage: None)
     try:
@@ -91,7 +91,7 @@ def _environment_left_alone() -> Iterator[None]:
 
 
 def _hub_tasks(names: Sequence[str]) -> tuple[TaskManager, list[Any]]:
-    """The tasks, loaded, and the groups that are in no other."""
+    """Load tasks by name; return also their top groups."""
     known, home = benchmark_tasks(), Path(lm_eval_tasks.__file__).parent
     ours = all(name in known or is_file(Path(name)) for name in names)
     where = sorted({home / known[name].definitions for name in names if name in known})
@@ -108,7 +108,7 @@ def _hub_tasks(names: Sequence[str]) -> tuple[TaskManager, list[Any]]:
 
 
 def _check_shots(loaded: Sequence[Any], shots: int | None) -> None:
-    """lm_eval finds out when it draws, and fails; a task that is not asked about itself has one example more."""
+    """Reject more shots than a task has examples: lm_eval would fail only when it draws them."""
     for task in (each for found in loaded for each in (found.get_all_tasks() if isinstance(found, Group) else [found])):
         own = task.get_config("num_fewshot")
         needed = own if shots is None or own == 0 else shots
@@ -122,7 +122,7 @@ def _check_shots(loaded: Sequence[Any], shots: int | None) -> None:
 
 
 def _local_task(name: str, data: Path, folder: Path, manager: TaskManager) -> Any:
-    """A benchmark whose data are in a folder: its task, or the group of its subjects' tasks."""
+    """Load a benchmark whose data are in a folder: its task, or the group of its subjects' tasks."""
     benchmark = benchmark_tasks()[name]
     found: dict[str, Any] = {}
     with reading_benchmark(benchmark.title, data):

@@ -1,11 +1,11 @@
-"""What does lm_eval ask of a model? Likelihoods of continuations, and texts: here is how a looped model answers.
+"""How does a looped model answer lm_eval's requests? With likelihoods of continuations, and with generated texts.
 
-- A question is all that is asked about one context of one document. Its context runs once, its choices branch off from
-  it, and what a task's contexts begin with runs once for all. Under a policy a question exits as a whole: by its gate
+- A question is all requests about one context of one document. Its context runs once, its choices branch off from it,
+  and a prefix that a task's contexts share runs once for all. Under a policy a question exits as a whole: by its gate
   or state at the context's end, or by the distribution over its choices.
-- What is scored without choices (a single continuation, a rolling text) is scored as it would be generated: under a
-  policy every token exits for itself.
-- Texts are generated with the cache that was asked for, every token as deep as the policy wants.
+- Requests without choices (a single continuation, a rolling text) are scored as if they were generated: under a policy
+  every token exits for itself.
+- Texts are generated with the requested cache mode, every token as deep as the policy decides.
 
 Importing this module registers the model in lm_eval as `loopscope`.
 """
@@ -40,16 +40,16 @@ from loopscope.scope import CacheMode
 
 Likelihood = tuple[float, bool]
 _MIN_SHARED = 32
-"""Tokens that questions must begin with alike for a beginning of its own to pay."""
+"""The shortest shared prefix, in tokens, that is run separately."""
 LM_EVAL_DEVICE = "cuda:0"
-"""What lm_eval's command line asks for by default."""
+"""The device that lm_eval's command line passes by default."""
 _NEUTRAL = (None, False, 0, 1)
-"""Values of generation settings that change nothing, whatever the setting."""
+"""Values that have no effect in any generation setting."""
 
 
 @register_model("loopscope")
 class LoopScopeLM(TemplateLM):  # type: ignore[misc]
-    """A looped model for lm_eval: at full depth, at `loops`, or under a `policy`."""
+    """Run a looped model for lm_eval: at full depth, at `loops`, or under a `policy`."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         seed: int = 0,
         progress: ProgressCallback = silent,
     ) -> None:
-        """`pretrained` is a folder, a Hub id, or a model, which brings its `tokenizer`; `policy` may be a file.
+        """Load the model: `pretrained` is a folder, a Hub id, or a model with its `tokenizer`; `policy` may be a file.
 
-        Without `loops` and `policy`, a folder runs under the policy that was saved with it, if there is one. Texts are
-        generated with the KV cache `cache`: by default the one that the policy was calibrated for, or `full`.
-        `batch_size` texts are generated at a time, `batch_tokens` tokens of questions run at a time. What comes before
-        `think_end_token` is no part of an answer. `max_batch_size` is there because lm_eval passes it.
+        Without `loops` and `policy`, a folder runs under the policy that was saved with it, if any. Texts use the KV
+        cache mode `cache`: by default the mode for which the policy was calibrated, or `full`. `batch_size` texts are
+        generated together, `batch_tokens` tokens of questions run together. Text before `think_end_token` is no part of
+        an answer. `max_batch_size` exists because lm_eval passes it.
         """
         super().__init__()
         if loops is not None and policy is not None:
@@ -94,7 +94,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         self.policy = policy or ExitPolicy("fixed", self.model.num_loops if loops is None else loops)
         self._adaptive = self.policy.fixed_depth is None
         self.used: dict[str, tuple[int, int]] = {}
-        """For every task: decisions, and loops of all of them."""
+        """For every task: its decisions, and the loops of all of them."""
         self._cache = cache or self.policy.cache
         self._seed, self._progress, self._think_end = seed, progress, think_end_token
         self._device = next(self.model.parameters()).device
@@ -104,7 +104,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """As lm_eval makes it by its name; lm_eval says `cuda:0` where nobody named a device."""
+        """Make the model from lm_eval's arguments; lm_eval passes `cuda:0` if the user names no device."""
         more = dict(additional_config or {})
         if more.get("device") == LM_EVAL_DEVICE and not torch.cuda.is_available():
             logging.getLogger(__name__).warning("There is no CUDA device here; the model runs on the CPU.")
@@ -133,13 +133,13 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """As lm_eval's Hugging Face model does it: special tokens by default, but the first one never twice."""
+        """Tokenize as lm_eval's Hugging Face model does: special tokens by default, but the first one never twice."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
         return encode(self.tokenizer, string, add_special_tokens)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes into the configuration of its results."""
+        """The description of the model in lm_eval's results."""
         return {
             "model_num_parameters": sum(each.numel() for each in self.model.parameters()),
             "model_dtype": self.model.precision,
@@ -177,7 +177,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _question(self, key: int, question: Question, tokens: EncodedQuestion, shared: int) -> Request:
-        """Scored and read as the policy was calibrated; the space that lm_eval puts before a choice does not count."""
+        """The request of a question, scored as in the policy's calibration, without lm_eval's space before a choice."""
         score = self.policy.scope.score or "sum"
         texts = [choice.removeprefix(" ") for choice in question.choices]
         sizes = {"sum": (), "per_character": map(len, texts), "per_byte": (len(text.encode()) for text in texts)}
@@ -203,7 +203,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], names: Sequence[str] | None = None, **_: Any
     ) -> list[Likelihood]:
-        """Every context with its one continuation; the windows of a rolling text fit the model."""
+        """Score every context with its single continuation; the windows of a rolling text fit the model."""
         names = names or [""] * len(requests)
         pairs = [(np.array(context), np.array(continuation)) for _, context, continuation in requests]
         if self._adaptive:
@@ -213,7 +213,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return [scored[key][0] for key in range(len(pairs))]
 
     def _together(self, requests: Sequence[Request], names: Sequence[str]) -> dict[int, list[Likelihood]]:
-        """Questions, numbered; those with the same beginning, and then those of one length, run together."""
+        """Score numbered questions; questions with one prefix, and then of one length, run together."""
         ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
         norms = {request.key: np.asarray(request.norms) for request in requests}
         scored: dict[int, list[Likelihood]] = {}
@@ -226,7 +226,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return scored
 
     def _alone(self, prompts: Sequence[Prompt], names: Sequence[str]) -> dict[int, Likelihood]:
-        """Continuations as they would be generated, token by token."""
+        """Score continuations token by token, as if they were generated."""
         forced = {prompt.key: prompt.forced for prompt in prompts}
         scored: dict[int, list[Likelihood]] = {prompt.key: [] for prompt in prompts}
         for token in self._tokens_of(prompts, names, with_logits=True):
@@ -243,7 +243,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         }
 
     def _tokens_of(self, prompts: Sequence[Prompt], names: Sequence[str], **options: Any) -> Iterator[Token]:
-        """What follows prompts; the longest come first, so that the cache grows once."""
+        """Generate after prompts; the longest come first, so that the cache grows once."""
         ordered, done = sorted(prompts, key=lambda prompt: -len(prompt.tokens)), 0
         for token in stream(self.model, ordered, self.policy, cache=self._cache, batch_size=self.batch_size, **options):
             self._count(names[token.key], token.loops)
@@ -262,7 +262,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return texts
 
     def _generated(self, requests: Sequence[Any]) -> list[str]:
-        """Texts that are asked for with the same settings."""
+        """Generate the texts of requests with the same settings."""
         options = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
         until, most = [string for string in options.pop("until") if string], options.pop("max_gen_toks")
         room = self.max_length - most
@@ -287,7 +287,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
 
 def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
-    """lm_eval's settings of a text's tokens; those that are not known must change nothing."""
+    """Turn lm_eval's generation settings into a `Sampling`; unknown settings must have no effect."""
     rest = dict(options)
     temperature = float(rest.pop("temperature", 0.0) or 0.0)
     if not rest.pop("do_sample", False):

@@ -1,6 +1,6 @@
-"""Is there an lm_eval task of this name? Its definitions say so, and they are read here without importing lm_eval.
+"""Is there an lm_eval task of this name? This module searches lm_eval's definitions without importing lm_eval.
 
-lm_eval takes half a minute to read what it knows, and imports PyTorch before; a wrong name is answered without both.
+lm_eval takes half a minute to read its tasks, and imports PyTorch first; a wrong name is rejected without both.
 """
 
 import os
@@ -18,7 +18,7 @@ _DEFINITION = (".yaml", ".yml")
 
 
 def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
-    """Rejects a name that is neither lm_eval's nor the path of a definition; with `data`, all but the benchmarks."""
+    """Reject a name that is no lm_eval task and no path of a definition; with `data`, all but the benchmarks."""
     ours, lm_eval = benchmark_tasks(), find_spec("lm_eval")
     if lm_eval is None or lm_eval.origin is None:
         raise ModuleNotFoundError(name="lm_eval")
@@ -37,12 +37,12 @@ def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
 
 
 def benchmark_tasks() -> dict[str, Benchmark]:
-    """The benchmarks by the names of lm_eval's tasks."""
+    """The benchmarks by the names of their lm_eval tasks."""
     return {task: benchmark for benchmark in BENCHMARKS.values() for task in (benchmark.name, *benchmark.tasks)}
 
 
 def _check_known(name: str, home: Path) -> None:
-    """By the names of files and folders, which is quick; then by what they say."""
+    """Reject an unknown task: search the names of files and folders, which is quick, then the definitions."""
     files = [Path(folder, file) for folder, _, files in os.walk(home) for file in files if file.endswith(_DEFINITION)]
     if any(name in (file.stem, file.parent.name) for file in files):
         return
@@ -50,6 +50,6 @@ def _check_known(name: str, home: Path) -> None:
     for file in files:
         text = file.read_bytes()
         if name.encode() in text:
-            return  # wherever it stands: lm_eval knows better what it means
+            return  # in any definition; lm_eval itself checks its meaning
         known.update(each.decode() for each in _NAMED.findall(text))
     raise UserError(f"lm_eval has no task '{name}'{did_you_mean(name, known)}; `lm_eval ls tasks` lists them.")

@@ -1,5 +1,5 @@
-"""How does a looped model live in transformers? Importing this registers Ouro, Huginn and looped Llamas with its Auto
-classes: `from_pretrained`, `generate`, `Trainer` and PEFT work on them, without code from a checkpoint.
+"""How does a looped model run in transformers? Importing this package registers Ouro, Huginn and looped Llamas with its
+Auto classes: `from_pretrained`, `generate`, `Trainer` and PEFT work on them, without code from a checkpoint.
 """
 
 import transformers as _transformers

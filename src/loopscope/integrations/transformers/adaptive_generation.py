@@ -1,8 +1,8 @@
-"""How does transformers' `generate` run a looped model? Without an exit policy as it runs any other; under one it
-prepares, and LoopScope's engine writes.
+"""How does transformers' `generate` run a looped model? Without an exit policy like any other model; under a policy,
+LoopScope's engine generates.
 
-transformers reads the settings, pads and counts; the decoding loop itself is `loopscope.engine.stream`: every token as
-deep as its policy says, no row waiting for another. So the tokens are those of `loopscope.generate`.
+transformers reads the settings, pads and counts. The decoding loop is `loopscope.engine.stream`: every token is as deep
+as its policy decides, and no row waits for another. So the tokens are those of `loopscope.generate`.
 
 Shapes: B rows, M columns of the prompts, N new tokens of the longest text.
 """
@@ -39,12 +39,12 @@ from loopscope.policy import ExitPolicy
 from loopscope.scope import CacheMode, Scope
 
 _DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
-"""What the engine does itself."""
+"""Processors and criteria that the engine itself applies."""
 _INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
-"""What transformers itself gives to whoever decodes."""
+"""Inputs that transformers passes to every decoding function."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CONFIGURED: Any = object()
-"""The default of an argument: what the generation configuration says."""
+"""The default of an argument: the value of the generation configuration."""
 _COUNTED = "it counts loops from 0; here num_loops=N runs N loops, so that step 2 is num_loops=3"
 _EXITS = "here an exit rule is a policy: generate(policy=ls.ExitPolicy('gate', 0.5)) for Ouro's threshold of 0.5"
 _AUTHORS_ARGUMENTS = {
@@ -56,27 +56,29 @@ _AUTHORS_ARGUMENTS = {
     "num_steps": "here num_loops=N runs N loops",
     "use_weighted_exit": "it is not offered; output_loop_logits=True gives loop_logits and gate_logits to compute it",
 }
-"""Arguments of the code beside the weights of Ouro and Huginn, and what takes their place."""
+"""Arguments of the published code of Ouro and Huginn, with their replacements here."""
 
 
 @dataclass
 class AdaptiveGenerateOutput(ModelOutput):  # type: ignore[misc]
+    """The output of `generate` under an exit policy."""
+
     sequences: Tensor | None = None  # [B, M + N]
-    loops: Tensor | None = None  # [B, N] that every new token took; 0 after a text's end
+    loops: Tensor | None = None  # [B, N] loops of every new token; 0 after a text's end
 
 
 class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
-    """`generate` of the looped models."""
+    """Add `generate` with exit policies to the looped models."""
 
     looped: LoopedModel
     num_loops: int
     _policy: ExitPolicy | Path | None = None
-    """What `generation_config` means by the name under which a policy is saved: the policy, or its file."""
+    """The saved policy that `generation_config` names: the policy, or its file."""
     _supported_generation_modes = (
         *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
         *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),
     )
-    """No assisted generation: it takes tokens back, and the cache of a looped model is not cut back."""
+    """No assisted generation: it drops tokens, and the cache of a looped model cannot be cut."""
 
     @torch.no_grad()
     def generate(
@@ -92,18 +94,17 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
-        the policy says.
+        """Generate as transformers does, or under an exit policy (or its file) by LoopScope's engine.
 
-        The policy is by default the one that the generation configuration names (`policy=None`: none, full depth).
-        `cache` (default: the one that the policy was calibrated for, or `full`) is what later tokens find of one that
-        left early, and with `lossless` the text is that of full depth, as in `loopscope.generate`.
+        The default policy is the one that the generation configuration names (`policy=None`: full depth). `cache`
+        chooses what a token that exits early leaves in deeper loops (default: as the policy was calibrated, or `full`).
+        With `lossless` the text is that of full depth, as in `loopscope.generate`.
         """
-        configured = _Configured(generation_config, self.generation_config)
+        configured = _GenerationSettings(generation_config, self.generation_config)
         reject_authors_arguments({name: configured[name] for name in _AUTHORS_ARGUMENTS} | kwargs)
         given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
         if policy is not _CONFIGURED:
-            configured = _Configured()
+            configured = _GenerationSettings()
         policy = self._policy_of(configured["policy"] if policy is _CONFIGURED else policy)
         cache = configured["cache"] if cache is _CONFIGURED else cache
         lossless = bool(configured["lossless"]) if lossless is _CONFIGURED else lossless
@@ -114,15 +115,15 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
             return super().generate(*given, streamer=streamer, **kwargs)
         unsupported = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
         stops = kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
-        _reject([*unsupported, "stop_strings"] if stops else unsupported)
+        _reject_options([*unsupported, "stop_strings"] if stops else unsupported)
         decoding = partial(adaptive_decoding, policy=policy, cache=cache, lossless=lossless, streamer=streamer)
         return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
 
     @property
     def exit_policy(self) -> ExitPolicy | None:
-        """The policy that `generate` takes unless another is given, and that is saved with the model.
+        """The default policy of `generate`, which is saved with the model.
 
-        It may be set to a policy, to its file, or to None.
+        Set it to a policy, to its file, or to None.
         """
         return self._policy_of(getattr(self.generation_config, "policy", None))
 
@@ -137,17 +138,17 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
 
     @property
     def _decisions(self) -> Scope:
-        """What a policy decides about here."""
+        """The kind of decisions that a policy makes here."""
         return Scope(unit="tokens", precision=self.looped.precision)
 
     def _policy_of(self, named: Any) -> ExitPolicy | None:
-        """The policy itself, of one that is given as such, by its file, or by the name that saved ones have."""
+        """Load a policy: given as such, by its file, or by the name of a saved policy."""
         if str(named) == POLICY and self._policy is not None:
             named = self._policy
         return named if named is None or isinstance(named, ExitPolicy) else ExitPolicy.load(named)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """What `generate_batch` begins with."""
+        """Reject `generate_batch`, which begins with this method."""
         raise UserError(
             "The continuous batching of transformers (generate_batch) keeps one set of keys and values per layer, and "
             "a looped model has one per loop. ls.generate(model.looped, prompts, batch_size=8) gives the place of a "
@@ -163,7 +164,7 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         tokenizer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers does it; the tokenizer is of stopping criteria, which had it already."""
+        """Prepare inputs as transformers does; the tokenizer was for the stopping criteria, which have it already."""
         if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
             raise UserError(
                 "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
@@ -174,7 +175,7 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         )
 
     def _validate_generated_length(self, generation_config: Any, input_ids_length: int, has_default: bool) -> None:
-        """Before anything is written, not where the model's length ends."""
+        """Check the length before generation, not when the model's longest row is reached."""
         if generation_config.max_length > self.looped.block_size:
             raise UserError(
                 f"A prompt of {input_ids_length} tokens and {generation_config.max_length - input_ids_length} after it "
@@ -195,12 +196,12 @@ def adaptive_decoding(
     streamer: Any = None,
     **inputs: Any,
 ) -> Tensor | AdaptiveGenerateOutput:
-    """The texts, under a policy; rejects what `generate` was asked for and the engine does not do.
+    """Generate texts under a policy by the engine; rejects options of `generate` that the engine lacks.
 
-    transformers gives the mask among the `inputs`, which it would give twice to a function that names it.
+    transformers passes the mask among the `inputs`, and would pass it twice to a function that names it.
     """
     attention_mask = inputs.get("attention_mask")
-    _reject(
+    _reject_options(
         [
             *(["beams"] if (generation_config.num_beams or 1) > 1 else []),
             *(["a streamer of several rows"] if streamer is not None and len(input_ids) > 1 else []),
@@ -240,7 +241,7 @@ def adaptive_decoding(
 
 
 def _special_tokens(config: GenerationConfig) -> tuple[int, list[int]]:
-    """The token that pads, the first that ends a text if none is named, and those that end one."""
+    """The pad token, the default end token, and all end tokens of a text."""
     pad, ends = (
         [] if ids is None else ids.flatten().tolist() for ids in (config._pad_token_tensor, config._eos_token_tensor)
     )
@@ -252,8 +253,8 @@ def _special_tokens(config: GenerationConfig) -> tuple[int, list[int]]:
     return (*pad, 0)[0], ends
 
 
-class _Configured:
-    """What the first of some generation configurations says that says anything, by names that are not transformers'."""
+class _GenerationSettings:
+    """Look up LoopScope's settings in several generation configurations; the first one with a value counts."""
 
     def __init__(self, *configs: GenerationConfig | None) -> None:
         self._configs = configs
@@ -263,14 +264,14 @@ class _Configured:
 
 
 def reject_authors_arguments(given: Mapping[str, Any]) -> None:
-    """Rejects arguments of the code beside the weights, which would change nothing here."""
+    """Reject arguments of a checkpoint's published code, which would have no effect here."""
     for name, value in given.items():
         if value is not None and value is not False and name in _AUTHORS_ARGUMENTS:
             raise UserError(f"{name} belongs to the code of the model's authors: {_AUTHORS_ARGUMENTS[name]}.")
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
-    """The seed is drawn from PyTorch's own random numbers, which `torch.manual_seed` fixes."""
+    """The sampling of a generation configuration; PyTorch's random numbers give the seed (`torch.manual_seed`)."""
     if not config.do_sample:
         return Sampling()
     temperature = 1.0 if config.temperature is None else config.temperature
@@ -279,8 +280,8 @@ def _sampling(config: GenerationConfig) -> Sampling:
     return Sampling(temperature=temperature, top_k=config.top_k or 0, top_p=top_p, seed=seed)
 
 
-def _reject(unsupported: list[str]) -> None:
-    """What transformers is to do and the engine does not do."""
+def _reject_options(unsupported: list[str]) -> None:
+    """Reject options of `generate` that the engine lacks."""
     if unsupported:
         raise UserError(
             f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {unsupported[0]} is "

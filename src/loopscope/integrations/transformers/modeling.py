@@ -1,8 +1,8 @@
-"""Looped models as transformers knows models: Ouro, Huginn and looped Llamas, in the layout of their checkpoints.
+"""What is a looped model in transformers? Ouro, Huginn and looped Llamas, in the layout of their checkpoints.
 
-The layers are those of `loopscope.models`, and are not written again: a `...ForCausalLM` owns the parts of a
-`LoopedModel` under the names of the Hub, and its `looped` is that model, for all that LoopScope does with one. A padded
-batch goes through it packed, so that padding takes no time and changes nothing.
+The layers are those of `loopscope.models`: a `...ForCausalLM` owns the parts of a `LoopedModel` under the Hub's names,
+and its `looped` is this model, for all other functions of LoopScope. A padded batch runs packed, so padding costs no
+time and changes no output.
 
 Shapes: B rows, M columns of tokens, P tokens that are no padding, N of them with a label, T loops, D width,
 V vocabulary.
@@ -32,7 +32,7 @@ from loopscope.integrations.pretrained_configuration import (
 )
 from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin, reject_authors_arguments
 from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
-from loopscope.integrations.transformers.saved_policy import fetched_exits, save_policy, write_card
+from loopscope.integrations.transformers.saved_policy import fetch_saved_policy, save_policy, write_card
 from loopscope.models.checkpoint import NETWORKS, first_not_finite, weights_sha256
 from loopscope.models.checkpoint_folder import POLICY, check_hashes
 from loopscope.models.decoder_layers import SwiGLU
@@ -45,45 +45,45 @@ from loopscope.training.objectives import Unrolling
 from loopscope.training.training_loop import BatchLosses
 
 _OTHER_WEIGHTS = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
-"""Arguments of `from_pretrained` by which the weights are not those of the folder's own files."""
+"""Arguments of `from_pretrained` that replace the weights of the folder's own files."""
 _TEXT_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What trainers say beside `position_ids` of where packed texts begin, for kernels that want to know it beforehand."""
+"""Boundaries of packed texts that trainers pass beside `position_ids`, for kernels that need them in advance."""
 TeacherLogits = Callable[[Tensor, Tensor | None], Tensor]
-"""Tokens [B, M] and their mask -> the logits [B, M, V] that are to be said."""
+"""A teacher: tokens [B, M] and their mask -> the logits [B, M, V] that the model learns to predict."""
 
 
 @dataclass
 class LoopedOutput(ModelOutput):  # type: ignore[misc]
-    """What a looped model says; what goes by loop is a tuple with one part a loop."""
+    """Hold a looped model's outputs; outputs by loop are tuples with one tensor for each loop."""
 
     loss: Tensor | None = None
-    logits: Tensor | None = None  # [B, M, V] of the last loop that was run
+    logits: Tensor | None = None  # [B, M, V] of the last loop that ran
     past_key_values: LoopedCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None  # 1 + T of [B, M, D]: before the first loop, then the pooled states
     loop_logits: tuple[Tensor, ...] | None = None  # T of [B, M, V]
-    gate_logits: tuple[Tensor, ...] | None = None  # T of [B, M], of a model with a gate
-    cross_entropy: Tensor | None = None  # [T, N] of every label, where `loop_losses` is asked for
+    gate_logits: tuple[Tensor, ...] | None = None  # T of [B, M], if the model has a gate
+    cross_entropy: Tensor | None = None  # [T, N] of every label, with `loop_losses`
     correct: Tensor | None = None  # [T, N]
     halt_logits: Tensor | None = None  # [T, N]
-    detached_halt_logits: Tensor | None = None  # [T, N]: their gradient ends at the gate
-    last_hidden_state: Tensor | None = None  # [B, M, D] what the head reads of the last loop: for those who bring one
+    detached_halt_logits: Tensor | None = None  # [T, N], with gradients that end at the gate
+    last_hidden_state: Tensor | None = None  # [B, M, D] the head's input at the last loop, for a custom head
 
 
 class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: ignore[misc]
-    """Base of the three; `forward` is theirs, too."""
+    """Be the base of the three looped models in transformers, with their `forward`."""
 
     configured_depth: ClassVar[Any]
-    """A function: how many loops a configuration asks for."""
+    """A function from a configuration to its number of loops."""
     config: LoopedPretrainedConfig
     diagnosis: Diagnosis | None = None
-    """What `loopscope.diagnose` found of the model, for the card that is saved with it."""
+    """The result of `loopscope.diagnose` on this model, for its model card."""
     looped: LoopedModel
-    """The model of `loopscope.models`, with the same parts: what is changed in one is changed in the other."""
+    """The model of `loopscope.models` with the same parts: a change in one changes the other."""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _travelling: ExitPolicy | None = None
-    """The policy that is being saved."""
+    """The policy that is being saved with the model."""
     _supports_sdpa = True
     _skip_keys_device_placement = ("past_key_values",)
 
@@ -93,25 +93,25 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         looped = network(build(settings, config.to_dict(), config.name_or_path or "the configuration"))
         for name, part in looped.named_children():
             self.add_module(name, part)
-        looped._modules = self._modules  # one dictionary, so that whoever replaces a part does it in both
-        object.__setattr__(self, "looped", looped)  # not a part itself: its parts have the Hub's names here
+        looped._modules = self._modules  # one dictionary, so that replacing a part replaces it in both
+        object.__setattr__(self, "looped", looped)  # no submodule itself: its parts have the Hub's names here
         self.post_init()
 
     def _init_weights(self, module: Any) -> None:
-        """They are as the network's own layers begin."""
+        """Do nothing: the network's own layers initialise their weights."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Whether transformers may bring a cache; `forward` makes its own, with places for every loop."""
+        """Whether transformers may pass its own cache; `forward` makes a cache with entries for every loop."""
         return False
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; rejects weights that are missing, unknown, of other shapes or not finite, and those
-        on several devices or left on the disk.
-        """
+        """Load as transformers does; rejects missing, unknown, misshapen or infinite weights, and models on several
+        devices or partly on disk."""
+
         with_info = kwargs.pop("output_loading_info", False)
-        folder = _own_folder(pretrained_model_name_or_path, kwargs)
+        folder = _weights_folder(pretrained_model_name_or_path, kwargs)
         if folder is not None:
             check_hashes(folder)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
@@ -126,10 +126,10 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         if pretrained_model_name_or_path is not None:
             model._bring_policy(base[0] if model._hf_peft_config_loaded else source, kwargs)
         if model._hf_peft_config_loaded:
-            _check_keys(*base)
+            _check_loaded_keys(*base)
         elif folder is not None:
             model.looped.identify_by(partial(weights_sha256, folder))
-        _check_keys(source, info)
+        _check_loaded_keys(source, info)
         if (wrong := first_not_finite(dict(model.named_parameters()))) is not None:
             raise UserError(
                 f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again."
@@ -138,23 +138,23 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
 
     @staticmethod
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        """Takes down what was loaded; if an adapter follows, `from_pretrained` tells of the adapter alone."""
+        """Record what was loaded; with an adapter, `from_pretrained` reports only the adapter."""
         info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
         model._loaded = (str(load_config.pretrained_model_name_or_path), info.to_dict())
         return info
 
     def _bring_policy(self, source: str, options: Mapping[str, Any]) -> None:
-        """Let the generation configuration say of exits what its file says."""
-        exits, self._policy = fetched_exits(source, options)
-        if exits and "generation_config" not in options:  # transformers leaves out what it does not know
+        """Copy the exit settings of a checkpoint's generation configuration into the model's."""
+        exits, self._policy = fetch_saved_policy(source, options)
+        if exits and "generation_config" not in options:  # transformers drops keys that it does not know
             self.generation_config._from_model_config = False
             self.generation_config.__dict__.update(exits)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it, with the exit policy and a model card.
+        """Save as transformers does, with the exit policy and a model card.
 
-        Weights that are not those that a run of LoopScope left do not go by its name, and a policy that is for other
-        weights does not go along: LoopScope warns you.
+        If the weights are not those of the LoopScope run, they do not keep its name. A policy for other weights is not
+        saved: LoopScope warns you.
         """
         self._check_config()
         self._travelling = self._fitting_policy(weights_given=kwargs.get("state_dict") is not None)
@@ -165,7 +165,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         named = self.generation_config.__dict__.pop("policy", None)
         if self._travelling is not None:
             self.generation_config.policy = POLICY
-            self.generation_config._from_model_config = False  # or transformers would not read the policy again
+            self.generation_config._from_model_config = False  # otherwise transformers would not read the policy again
         try:
             saved = super().save_pretrained(save_directory, *args, **kwargs)
         finally:
@@ -176,7 +176,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         return saved
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it, with the policy and the card: it has written a card of its own."""
+        """Upload as transformers does, with the policy and LoopScope's section in the card that transformers wrote."""
         self._complete(Path(working_dir))
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
@@ -184,13 +184,13 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         """Write the policy and the card into the folder of the saved model."""
         policy = self._travelling
         if policy is None:
-            (folder / POLICY).unlink(missing_ok=True)  # of an earlier save
+            (folder / POLICY).unlink(missing_ok=True)  # from an earlier save
         else:
             policy = save_policy(policy, folder)
         write_card(folder, self, policy, self.diagnosis)
 
     def _fitting_policy(self, weights_given: bool) -> ExitPolicy | None:
-        """The policy, if it is for the weights as they are."""
+        """The policy, if it is for the current weights."""
         policy = self.exit_policy
         if policy is None:
             return None
@@ -203,7 +203,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         return policy
 
     def _check_config(self) -> None:
-        """Rejects a configuration that was changed after the network was made of it: nothing followed the change."""
+        """Reject a configuration that was changed after the network was made from it: the change has no effect."""
         if (depth := self.configured_depth(self.config)) != self.num_loops:
             raise UserError(
                 f"The configuration was changed to {depth} loops, and the model has {self.num_loops}; give another "
@@ -214,12 +214,12 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
 
     @property
     def num_loops(self) -> int:  # type: ignore[override]
-        """The depth that the model was trained for."""
+        """The depth for which the model was trained."""
         return self.looped.num_loops
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether a loop is run again where its gradients are needed."""
+        """Whether backward runs each loop again."""
         return self.looped.gradient_checkpointing
 
     @gradient_checkpointing.setter
@@ -232,9 +232,9 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         return self
 
     def compile_mlps(self, **options: Any) -> None:
-        """Compiles the MLP of every layer in place (`torch.compile`, with its options).
+        """Compile the MLP of every layer in place (`torch.compile`, with its options).
 
-        Attention is left as it is: where rows lie is worked out in Python, on the host, for every batch.
+        Attention is not compiled: Python plans it on the host for every batch.
         """
         for module in self.modules():
             if isinstance(module, (SwiGLU, HuginnMLP)):
@@ -264,13 +264,13 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         teacher: TeacherLogits | None = None,
         **others: Any,
     ) -> LoopedOutput | tuple[Any, ...]:
-        """What the model says after `num_loops` loops (default: all of its own), and with `output_loop_logits` after
-        every one.
+        """Run `num_loops` loops (default: the model's); with `output_loop_logits`, return the logits of every loop.
 
-        Where `position_ids` begin again at 0, another text begins, which sees nothing of the one before it.
-        `labels` are the tokens themselves, -100 where none counts; the loss is that of the last loop. With
-        `loop_losses` there are no logits, but the losses of every loop, or of the last that `unrolling` runs, against
-        the labels or against the `teacher`. Rejects `others` that ask for anything.
+
+        Where `position_ids` restart at 0, a new text begins, which does not attend to the text before it. `labels` are
+        the tokens themselves, with -100 for tokens without a loss; the loss is the last loop's. With `loop_losses`
+        there are no logits, but the losses of every loop, or of the last loop that `unrolling` runs, against the labels
+        or the `teacher`. Rejects `others` that are not None or False.
         """
         reject_authors_arguments(others)
         known = set() if position_ids is None else {*_TEXT_BOUNDS}
@@ -310,7 +310,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
     def _answer(
         self, batch: PaddedBatch, cache: LoopedCache | None, loops: int, with_states: bool, with_loops: bool, keep: Any
     ) -> LoopedOutput:
-        """`keep` is the number of the last columns whose logits are wanted (0: all), or the numbers of columns."""
+        """The outputs of a batch; `keep` is the number of last columns with logits (0: all), or their indices."""
         looped, read_at = self.looped, range(1 if with_loops else loops, loops + 1)
         columns = slice(-keep, None) if isinstance(keep, int) else keep
         if cache is not None:
@@ -342,7 +342,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
     def _loop_losses(
         self, batch: PaddedBatch, labels: Tensor, unrolling: Unrolling | None, taught: Tensor | None
     ) -> BatchLosses:
-        """`taught` are the teacher's logits [P, V]."""
+        """The losses of a batch at every loop; `taught` are the teacher's logits [P, V]."""
         chosen, targets = batch.targets(labels.to(self.device))
         log_probs = None if taught is None else taught.index_select(0, chosen).float().log_softmax(-1)
         state = self.looped.begin_packed(batch.tokens, batch.layout())
@@ -350,13 +350,15 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
 
 
 class OuroForCausalLM(LoopedForCausalLM):
+    """Ouro in transformers."""
+
     configured_depth = staticmethod(lambda config: config.total_ut_steps)
     config: OuroPretrainedConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
 
 class RavenForCausalLM(LoopedForCausalLM):
-    """Huginn, under the name that its checkpoints give it."""
+    """Huginn in transformers, under the class name of its checkpoints."""
 
     configured_depth = staticmethod(lambda config: config.mean_recurrence)
     config: HuginnPretrainedConfig
@@ -371,6 +373,8 @@ class RavenForCausalLM(LoopedForCausalLM):
 
 
 class LoopedLlamaForCausalLM(LoopedForCausalLM):
+    """A looped Llama in transformers."""
+
     configured_depth = staticmethod(lambda config: config.looping["loops"])
     config: LoopedLlamaPretrainedConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -378,9 +382,9 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
 
 
 def _mean_loss(batch: PaddedBatch, logits: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The mean over all labels of the batch, or of the larger one that this is a part of.
+    """The mean loss over all labels of the batch, or of the larger batch that it is a part of.
 
-    transformers counts the labels of that one, and knows nothing of those on padding: so each part has the weight that
+    transformers counts the labels of the larger batch, including labels on padding: so each part has the weight that
     transformers gives it.
     """
     chosen, targets = batch.targets(labels)
@@ -390,8 +394,8 @@ def _mean_loss(batch: PaddedBatch, logits: Any, labels: Tensor, num_items_in_bat
     return total / max(1, len(targets)) * (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
-def _check_keys(source: str, info: Mapping[str, Any]) -> None:
-    """Rejects what would leave weights as memory happens to be, or leave some of a file out."""
+def _check_loaded_keys(source: str, info: Mapping[str, Any]) -> None:
+    """Reject a load that leaves weights uninitialised, or that leaves out tensors of the file."""
     mismatched = [name for name, *_ in info["mismatched_keys"]]
     for what, problem, names in (
         ("The", "has no tensor", info["missing_keys"]),
@@ -402,8 +406,8 @@ def _check_keys(source: str, info: Mapping[str, Any]) -> None:
             raise UserError(f"{what} checkpoint in {source} {problem} '{min(names)}'; fetch or make it again.")
 
 
-def _own_folder(source: Any, options: Mapping[str, Any]) -> Path | None:
-    """Where the files of a checkpoint lie (its folder, or what was fetched of it), if its weights are those there."""
+def _weights_folder(source: Any, options: Mapping[str, Any]) -> Path | None:
+    """The folder with a checkpoint's files (its own, or the fetched one), if the weights are loaded from it."""
     if any(options.get(name) for name in _OTHER_WEIGHTS):
         return None
     if Path(source).is_dir():
@@ -412,5 +416,5 @@ def _own_folder(source: Any, options: Mapping[str, Any]) -> Path | None:
     try:
         found = cached_file(source, "config.json", local_files_only=bool(options.get("local_files_only")), **given)
     except OSError:
-        return None  # transformers says it better
+        return None  # transformers has the better error
     return None if found is None else Path(found).parent

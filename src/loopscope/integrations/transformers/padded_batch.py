@@ -1,7 +1,7 @@
-"""How does a padded batch with an attention mask become packed rows, and back? And what is cached of them?
+"""How does a padded batch with an attention mask become packed rows, and back? And how are its tokens cached?
 
-A row is the tokens that its mask shows, wherever the padding stands: left, right or between. Positions count them.
-Where positions begin again at 0, another text begins: it sees nothing of the texts before it in the row.
+A row is the tokens that its mask shows, with padding on the left, on the right or between. Positions count these
+tokens. Where positions restart at 0, a new text begins: it does not attend to earlier texts in the row.
 
 Shapes: B rows, M columns of tokens, P tokens that the mask shows.
 """
@@ -23,9 +23,9 @@ from loopscope.models.packing import Layout
 
 
 class LoopedCache(Cache):  # type: ignore[misc]
-    """`past_key_values` of a looped model: keys and values of every layer and every loop.
+    """Be the `past_key_values` of a looped model: keys and values of every layer and loop.
 
-    Tokens go through the same loops in every call, and their head is read at the same ones.
+    Tokens run the same loops in every call, and a head that attends reads them at the same loops.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class LoopedCache(Cache):  # type: ignore[misc]
         self._kv_cache: KVCache | None = None
         self._columns = 0  # tokens and padding so far
         self.lengths: Integers = np.zeros(0, dtype=np.int64)  # [B] tokens so far
-        self._loops = 0  # that all tokens went through
+        self._loops = 0  # loops that all tokens have run
         self._read: frozenset[int] = frozenset()  # loops at which a head that attends has read all tokens
 
     def begin(self, rows: int, loops: int, read: Collection[int]) -> None:
-        """Before tokens of so many rows go through `loops` loops, and a head that attends reads them at `read`."""
+        """Prepare for tokens of `rows` rows that run `loops` loops; an attending head reads them at `read`."""
         if self._kv_cache is None:
             self._kv_cache, self.lengths = KVCache(rows, 64, most_loops=loops), np.zeros(rows, dtype=np.int64)
             self._loops, self._read = loops, frozenset(read)
@@ -49,14 +49,14 @@ class LoopedCache(Cache):  # type: ignore[misc]
         self._loops, self._read = loops, frozenset(read)
 
     def appending(self, rows: Integers, counts: Integers, loop: int) -> AppendingRows:
-        """The new tokens of rows at a loop, 0 being what comes before the first."""
+        """The new tokens of rows at a loop; 0 is before the first loop."""
         assert self._kv_cache is not None
         cached = self.lengths[rows]
         self._kv_cache.grow(int((cached + counts).max()))
         return AppendingRows(self._kv_cache, rows, cached, np.full(len(rows), loop))
 
     def extend(self, rows: Integers, counts: Integers, columns: int) -> None:
-        """After new tokens went through all their loops."""
+        """Count new tokens after they have run all their loops."""
         self.lengths[rows] += counts
         self._columns += columns
 
@@ -86,13 +86,15 @@ class LoopedCache(Cache):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
+    """Hold the tokens of a padded batch, packed by text."""
+
     columns: int  # M
     size: int  # B
-    cells: Tensor  # [P] where the tokens lie among the B M cells, row by row
-    rows: Integers  # of the batch, one for each text: a row may hold several texts, or none
+    cells: Tensor  # [P] the cell of every token among the B M cells, row by row
+    rows: Integers  # the batch row of each text: a row may hold several texts, or none
     counts: Integers  # tokens of each text
     tokens: Tensor  # [P]
-    positions: Tensor | None  # [P] as they were given
+    positions: Tensor | None  # [P] the given positions
 
     @classmethod
     def of(
@@ -102,11 +104,11 @@ class PaddedBatch:
         position_ids: Tensor | None = None,
         cache: LoopedCache | None = None,
     ) -> Self:
-        """`attention_mask` covers what is cached, too."""
+        """Pack a padded batch; `attention_mask` covers the cached tokens, too."""
         size, columns = tokens.shape
         shown = np.ones((size, columns), dtype=bool)
         if attention_mask is not None:
-            shown = _shown(attention_mask, size, columns, cache)
+            shown = _without_padding(attention_mask, size, columns, cache)
         counts = shown.sum(1)
         rows = np.flatnonzero(counts)
         cells = upload(np.flatnonzero(shown), tokens.device)
@@ -114,11 +116,11 @@ class PaddedBatch:
         if position_ids is not None:
             positions = position_ids.expand(size, -1).reshape(-1).to(cells.device).index_select(0, cells)
             if cache is None:
-                rows, counts = _texts(rows, counts, positions)
+                rows, counts = _split_texts(rows, counts, positions)
         return cls(columns, size, cells, rows, counts, tokens.flatten().index_select(0, cells), positions)
 
     def layout(self, cache: AppendingRows | None = None) -> Layout:
-        """Rejects positions that do not count the tokens of their text."""
+        """The packed layout; rejects positions that do not count the tokens of their text."""
         layout = Layout(self.counts, self.cells.device, cache=cache)
         if self.positions is not None and not torch.equal(self.positions, layout.positions):
             raise UserError(
@@ -129,11 +131,11 @@ class PaddedBatch:
 
     @property
     def starts(self) -> Integers:
-        """Numbers of the texts' first tokens among the P, and at the end P."""
+        """The first tokens of the texts among the P tokens, and P at the end."""
         return np.concatenate(([0], self.counts.cumsum()))
 
     def require_one_text_a_row(self) -> None:
-        """Reject packed texts where each row is continued."""
+        """Reject packed texts when each row is continued."""
         if len(self.rows) > len(set(self.rows.tolist())):
             raise UserError("position_ids begin again within a row; to generate, give every text a row of its own.")
 
@@ -143,7 +145,7 @@ class PaddedBatch:
         return flat if self._is_full else flat.index_select(0, self.cells)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """[P, ...] -> [B, M, ...], zeros where there is padding."""
+        """[P, ...] -> [B, M, ...], with zeros in padding."""
         if not self._is_full:
             cells = packed.new_zeros((self.size * self.columns, *packed.shape[1:]))
             packed = cells.index_copy(0, self.cells, packed)
@@ -155,7 +157,7 @@ class PaddedBatch:
 
     @staticmethod
     def counted(labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None) -> Tensor:
-        """[B, M] the labels, -100 where `targets` leaves one out."""
+        """[B, M] the labels, with -100 where `targets` leaves a label out."""
         if attention_mask is None:
             attention_mask = torch.ones_like(labels)
         shown = attention_mask.to(labels.device).bool()
@@ -164,10 +166,9 @@ class PaddedBatch:
         return counted if position_ids is None else counted.masked_fill(position_ids.to(labels.device) == 0, -100)
 
     def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [N] after which a label is to be said, by their numbers among the P, and the labels [N].
+        """The tokens [N] that predict a label, as indices among the P tokens, and the labels [N].
 
-        A label counts where its own token and the one before it are no padding and in one text, and where it is not
-        -100.
+        A label counts if its own token and the token before it are in one text and no padding, and if it is not -100.
         """
         if labels.shape != (self.size, self.columns):
             raise UserError(
@@ -179,15 +180,15 @@ class PaddedBatch:
         return chosen, following.index_select(0, chosen)
 
 
-def _texts(rows: Integers, counts: Integers, positions: Tensor) -> tuple[Integers, Integers]:
-    """The row and the tokens of each text: one begins with each row, and wherever a position is 0."""
+def _split_texts(rows: Integers, counts: Integers, positions: Tensor) -> tuple[Integers, Integers]:
+    """The row and the number of tokens of each text: a text begins with each row, and at every position 0."""
     begins = np.flatnonzero(positions.cpu().numpy() == 0)
     starts = np.union1d(counts.cumsum() - counts, begins)
     return rows.repeat(counts)[starts], np.diff(starts, append=len(positions))
 
 
-def _shown(attention_mask: Tensor, size: int, columns: int, cache: LoopedCache | None) -> NDArray[np.bool_]:
-    """[B, M] which of the new tokens are no padding."""
+def _without_padding(attention_mask: Tensor, size: int, columns: int, cache: LoopedCache | None) -> NDArray[np.bool_]:
+    """[B, M] whether a new token is no padding."""
     cached = 0 if cache is None else cache.get_seq_length()
     mask: NDArray[Any] = attention_mask.detach().float().cpu().numpy()
     if mask.shape != (size, cached + columns) or not np.isin(mask, (0, 1)).all():

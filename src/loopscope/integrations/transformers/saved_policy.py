@@ -1,5 +1,5 @@
-"""How does an exit policy travel with a model? As a file in its folder, which `generation_config.json` names, and as a
-section of the model card that says what the policy guarantees and by which numbers.
+"""How is an exit policy saved with a model? As a file in its folder, which `generation_config.json` names, and as a
+section of the model card with the policy's guarantee and its numbers.
 """
 
 import re
@@ -33,14 +33,13 @@ tags:
 # {name}
 """
 _PLACES = ("cache_dir", "revision", "token", "local_files_only", "subfolder")
-"""Arguments of `from_pretrained` that say where the files of a checkpoint are."""
+"""Arguments of `from_pretrained` that locate the files of a checkpoint."""
 _LOST = {"gap": "is wrong where full depth is right", "disagreement": "differs from the answer of full depth"}
 
 
-def fetched_exits(source: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
-    """What the generation configuration of a checkpoint says of exits, and the file of the policy that it names: in the
-    folder of the checkpoint, or fetched from the Hub with the weights of its gate.
-    """
+def fetch_saved_policy(source: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """The exit settings of a checkpoint's generation configuration, and the fetched file of its policy."""
+
     given = {key: options[key] for key in _PLACES if key in options}
 
     def fetched(name: str) -> Path | None:
@@ -56,13 +55,13 @@ def fetched_exits(source: str, options: Mapping[str, Any]) -> tuple[dict[str, An
     if policy is None:
         raise no_named_policy(exits.policy, source)
     gate = PolicyFile.read(policy).gate
-    if gate is not None:  # that it is missing is for the policy to say
+    if gate is not None:  # the policy itself reports a missing gate
         fetched(str(PurePosixPath(exits.policy).with_name(PurePosixPath(gate.file).name)))
     return {**written, "policy": POLICY}, policy
 
 
 def save_policy(policy: ExitPolicy, folder: Path) -> ExitPolicy:
-    """Write the policy of a model into the folder in which the model was saved; tied to the files that lie there."""
+    """Write the policy of a model into the folder of the saved model, tied to the files in this folder."""
     if policy.model is not None or policy.gate is not None:
         policy = policy.for_stored_weights(weights_sha256(folder))
     (folder / POLICY).parent.mkdir(exist_ok=True)
@@ -71,10 +70,10 @@ def save_policy(policy: ExitPolicy, folder: Path) -> ExitPolicy:
 
 
 def write_card(folder: Path, model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> None:
-    """Write a section of the model card, and leave the rest of it as it is.
+    """Write a section into the model card, and leave the rest of the card unchanged.
 
-    Without a policy and a diagnosis there is no section. LoopScope warns you of a card that it cannot read or replace,
-    and leaves it as it is: the model is saved.
+    Without a policy and a diagnosis there is no section. If the card cannot be read or replaced, LoopScope warns you
+    and leaves it unchanged: the model is saved.
     """
     try:
         _write_card(folder / CARD, model, policy, diagnosis)
@@ -83,13 +82,14 @@ def write_card(folder: Path, model: Any, policy: ExitPolicy | None, diagnosis: D
 
 
 def _write_card(card: Path, model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> None:
+    """Replace LoopScope's section of a model card."""
     text = read_text(card, "model card") if card.exists() else ""
     ours = re.compile(rf"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
     if policy is None and diagnosis is None:
         if ours.search(text):
             write_bytes(card, ours.sub("", text).encode())
         return
-    section = "\n".join((_BEGIN, *_section(model, policy, diagnosis), _END, ""))
+    section = "\n".join((_BEGIN, *_card_section(model, policy, diagnosis), _END, ""))
     if ours.search(text):
         text = ours.sub(lambda _: section, text)
     else:
@@ -97,7 +97,8 @@ def _write_card(card: Path, model: Any, policy: ExitPolicy | None, diagnosis: Di
     write_bytes(card, text.encode())
 
 
-def _section(model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> Iterator[str]:
+def _card_section(model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None) -> Iterator[str]:
+    """The section of the model card about a looped model."""
     loops = model.num_loops
     yield f"## Adaptive depth\n\nA looped model: it applies the same layers up to {loops} times to every token.\n"
     yield "```python\nimport loopscope.integrations.transformers  # github.com/loopscope/loopscope, with [transformers]"
@@ -115,17 +116,19 @@ def _section(model: Any, policy: ExitPolicy | None, diagnosis: Diagnosis | None)
 
 
 def _policy_lines(policy: ExitPolicy, loops: int) -> Iterator[str]:
+    """The lines of the model card about an exit policy."""
     yield f"### Exit policy\n\nA token exits by the rule `{policy}`, with the KV cache `{policy.cache}`.\n"
     if policy.guarantee is None:
         yield "The rule was not calibrated: it comes without a guarantee.\n"
     else:
         yield f"**Guarantee.** {policy.guarantee.sentence}\n"
         yield "It is for texts like those of the calibration, in this precision, and for these weights alone.\n"
-        yield from _table(dict(_numbers(policy, policy.guarantee, loops)))
+        yield from _card_table(dict(_guarantee_numbers(policy, policy.guarantee, loops)))
         yield ""
 
 
-def _numbers(policy: ExitPolicy, guarantee: Guarantee, loops: int) -> Iterator[tuple[str, str]]:
+def _guarantee_numbers(policy: ExitPolicy, guarantee: Guarantee, loops: int) -> Iterator[tuple[str, str]]:
+    """The numbers of a guarantee, for the model card."""
     low, high = guarantee.average_loops_interval
     yield "average loops, with 95 % interval", f"{guarantee.average_loops:.2f} of {loops} [{low:.2f}, {high:.2f}]"
     yield "an answer counts as lost if it", _LOST[guarantee.loss]
@@ -145,21 +148,24 @@ def _numbers(policy: ExitPolicy, guarantee: Guarantee, loops: int) -> Iterator[t
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """The lines of the model card about a diagnosis."""
     yield "### Diagnosis\n"
     for sentence in filter(None, (diagnosis.sentence, diagnosis.target_sentence, diagnosis.room_sentence)):
         yield f"{sentence}\n"
     if diagnosis.table:
         head, *rows = diagnosis.table
-        yield _row(head)
-        yield _row("---" for _ in head)
-        yield from map(_row, rows)
+        yield _card_row(head)
+        yield _card_row("---" for _ in head)
+        yield from map(_card_row, rows)
         yield ""
 
 
-def _table(values: Mapping[str, str]) -> Iterator[str]:
+def _card_table(values: Mapping[str, str]) -> Iterator[str]:
+    """A Markdown table for the model card."""
     yield "| | |\n| --- | --- |"
-    yield from map(_row, values.items())
+    yield from map(_card_row, values.items())
 
 
-def _row(cells: Any) -> str:
+def _card_row(cells: Any) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"

@@ -1,8 +1,8 @@
 """How is a looped model fine-tuned in transformers? By its `Trainer`, with an objective over depth.
 
-All that `Trainer` does stays as it is: data, optimizers, accumulation, precision, several processes, checkpoints and
-resuming, trackers. What is minimised are the objectives of `loopscope.objectives`, over tokens; what is logged goes by
-loop, too. Adapters are PEFT's, put on the model before it comes here (`lora_config`).
+Everything else of `Trainer` is unchanged: data, optimizers, accumulation, precision, several processes, checkpoints and
+resuming, trackers. The objectives are those of `loopscope.training.objectives`, over tokens; the log has values by
+loop, too. PEFT puts adapters on the model beforehand (`lora_config`).
 
 Shapes: T loops, N tokens with a label.
 """
@@ -29,11 +29,11 @@ _NOT_TAKEN = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_
 
 
 class LoopTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` for Ouro, Huginn and looped Llamas, whole or with PEFT adapters.
+    """Train Ouro, Huginn and looped Llamas with `Trainer`, whole or with PEFT adapters.
 
-    `objective` is a built-in one by its name, an `Objective` with its settings, or a function of `LoopLosses`. With a
-    `teacher`, every loop is held against what that model says (after `teacher_loops` loops, if it is a looped one)
-    instead of the labels, which only say which tokens count.
+    `objective` is the name of a built-in objective, an `Objective` with its settings, or a function of `LoopLosses`.
+    With a `teacher`, every loop learns the teacher's predictions (after `teacher_loops` loops, if the teacher is
+    looped) instead of the labels, which then only select the tokens.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         teacher_loops: int | None = None,
         **options: Any,
     ) -> None:
-        looped = _base(model).looped
-        self.objective = _objective(objective)
+        looped = _without_adapters(model).looped
+        self.objective = _as_objective(objective)
         gate: Any = getattr(looped, "gate", None)
         if self.objective.name in GATED and not (gate and any(each.requires_grad for each in gate.parameters())):
             raise UserError(
@@ -70,7 +70,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         self._minimised = load_objective(self.objective, self.args.seed, function)
         self._teacher = self._taught_by(teacher, teacher_loops)
         self._sums = {training: self._no_sums() for training in (True, False)}
-        """For every loop [4, T]: tokens since the last report, their losses, how many right, and the gate's exits."""
+        """For every loop [4, T]: tokens since the last report, their losses, right answers, and the gate's exits."""
         self._evaluated = torch.zeros(2, dtype=torch.float64)  # losses times tokens, and tokens
 
     def _taught_by(self, teacher: Any, loops: int | None) -> TeacherLogits | None:
@@ -95,8 +95,8 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return logits
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The configuration that is saved says what was minimised; of a run of LoopScope it was only the start."""
-        config = _base(self.model).config
+        """Train, and save the objective in the configuration; the run that a LoopScope checkpoint names is removed."""
+        config = _without_adapters(self.model).config
         config.fine_tuning = {"objective": plain(self.objective), "seed": self.args.seed}
         if hasattr(config, "run"):
             config.fine_tuning["start"] = config.run
@@ -104,14 +104,14 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return super().train(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves a run alone that has all its steps: resumed, transformers would take one more every time."""
+        """Skip a run that has all its steps: resumed, transformers would take one more every time."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
             self.control.should_training_stop = True
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """The labels that count, of which transformers knows only that they are not -100."""
+        """Count the labels with a loss; transformers would count all that are not -100."""
         counted = [
             {
                 **batch,
@@ -130,10 +130,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The objective of a batch; how many loops are drawn for it follows from the run's seed and the step."""
+        """The objective of a batch; its number of loops is drawn from the run's seed and the step."""
         training, step = model.training, self.state.global_step
         loops = self._sums[training].shape[1]
-        steps = max(self.state.max_steps, step + 1)  # it evaluates before it trains, too
+        steps = max(self.state.max_steps, step + 1)  # Trainer may evaluate before training
         unrolling = draw_unrolling(self.objective, loops, self.args.seed, step, steps) if training else None
         found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
         self._add(found, self._sums[training][:, : loops if unrolling is None else unrolling.loops])
@@ -151,19 +151,19 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return (loss, found) if return_outputs else loss
 
     def _nothing(self, found: LoopedOutput, num_items_in_batch: Any) -> Tensor:
-        """The loss of a part in which no label counts: a zero, which has gradients where others of its step have."""
+        """The loss of a part without labels: zero, with gradients if other parts of its step have gradients."""
         if not num_items_in_batch:
             raise UserError("No label of a whole step counts: all are -100; leave such rows out of the data.")
         parts = [found.cross_entropy, found.halt_logits if self.objective.name in GATED else None]
         return sum((part.sum() for part in parts if part is not None), torch.zeros((), device=self.args.device))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """A gate whose gradient does not reach the trunk is clipped by itself, except where its weights are sharded."""
+        """Clip a gate whose gradient does not reach the trunk separately, unless its weights are sharded."""
         whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         channels = self.objective.channels
         if channels is None or channels.gradient > 0 or self.accelerator.distributed_type not in whole:
             return super()._clip_grad_norm(model)
-        own: Any = _base(self.model).looped.gate
+        own: Any = _without_adapters(self.model).looped.gate
         gate = set(own.parameters())
         rest = [parameter for parameter in model.parameters() if parameter not in gate]
         norm = self.accelerator.clip_grad_norm_(rest, self.args.max_grad_norm)  # unscales all gradients
@@ -173,7 +173,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        """What is evaluated are the losses: logits of every loop would be too many."""
+        """Evaluate losses only: the logits of every loop would be too large."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, found = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
         tokens = found.cross_entropy.shape[1]
@@ -181,7 +181,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """The loss is a mean over tokens, too, where transformers' is one over batches."""
+        """Average the evaluation loss over tokens; transformers averages over batches."""
         self._sums[False] = self._no_sums()
         self._evaluated.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -196,7 +196,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def _by_loop(self, training: bool, prefix: str) -> dict[str, float]:
-        """Means over the tokens of all processes since the last time."""
+        """The means over the tokens of all processes since the last report."""
         found = self.accelerator.reduce(self._sums[training], "sum").tolist()
         self._sums[training] = self._no_sums()
         metrics = {}
@@ -209,10 +209,10 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         return metrics
 
     def _no_sums(self) -> Tensor:
-        return torch.zeros(4, _base(self.model).num_loops, device=self.args.device)
+        return torch.zeros(4, _without_adapters(self.model).num_loops, device=self.args.device)
 
     def _add(self, found: Any, sums: Tensor) -> None:
-        """Adds a batch to the sums of the loops that it went through, the last of which it has losses of."""
+        """Add a batch to the sums of the loops that it ran; the last of them has losses."""
         losses = found.cross_entropy.detach().float()
         sums = sums[:, -len(losses) :]
         sums[0] += losses.shape[1]
@@ -223,14 +223,14 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
 
 
 class RejectMixedTexts(TrainerCallback):  # type: ignore[misc]
-    """Rejects TRL's packing that concatenates texts and cuts them into rows, of any `Trainer` with a looped model.
+    """Reject TRL's packing that concatenates texts and cuts them into rows, for a `Trainer` with a looped model.
 
-    The model cannot see it: such a batch has nothing that says where a text begins.
+    The model cannot detect it: such a batch does not mark where a text begins.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
-        if packs and args.packing_strategy == "wrapped" and isinstance(_base(model), LoopedForCausalLM):
+        if packs and args.packing_strategy == "wrapped" and isinstance(_without_adapters(model), LoopedForCausalLM):
             raise UserError(
                 "packing_strategy='wrapped' lets tokens attend to other texts in their row; take 'bfd', which keeps "
                 "texts apart, or leave out packing."
@@ -240,23 +240,24 @@ class RejectMixedTexts(TrainerCallback):  # type: ignore[misc]
 def lora_config(model: Any, rank: int = 16, alpha: int = 32, **options: Any) -> Any:
     """PEFT's settings for adapters on every linear layer of a looped model but its head; the gate is trained whole.
 
-    `options` are those of PEFT's `LoraConfig`.
+    `options` are the options of PEFT's `LoraConfig`.
     """
     from peft import LoraConfig
 
-    looped = _base(model).looped
+    looped = _without_adapters(model).looped
     gate = getattr(looped, "gate", None)
     whole: Sequence[str] = [name for name, part in looped.named_modules() if gate is not None and part is gate]
     settings = {"task_type": "CAUSAL_LM", "target_modules": adaptable_layers(looped), "modules_to_save": whole or None}
     return LoraConfig(r=rank, lora_alpha=alpha, **{**settings, **options})
 
 
-def _base(model: Any) -> LoopedForCausalLM:
-    """The looped model itself, without adapters around it."""
+def _without_adapters(model: Any) -> LoopedForCausalLM:
+    """The looped model inside PEFT's adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _objective(given: Objective | str | UserFunction) -> Objective:
+def _as_objective(given: Objective | str | UserFunction) -> Objective:
+    """The objective of a `LoopTrainer`, given by name, as settings or as a function."""
     if isinstance(given, Objective):
         return given if given.is_custom else with_source(given)
     return build(Objective, {"name": given}, "objective") if isinstance(given, str) else custom_objective(given)

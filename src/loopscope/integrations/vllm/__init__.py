@@ -1,7 +1,7 @@
-"""How does vLLM come to know looped models? By this plugin, which every one of its processes runs at its start.
+"""How does vLLM load looped models? By this plugin, which every process of vLLM runs at its start.
 
-It is named in the entry points of the package (group `vllm.general_plugins`). `vllm serve FOLDER` then serves Ouro and
-looped Llamas; a deployment says in `hf_overrides` how many loops they run, or which exit policy (`deployment.py`).
+The package's entry points name it (group `vllm.general_plugins`). `vllm serve FOLDER` then serves Ouro and looped
+Llamas; a deployment sets the number of loops, or an exit policy, in `hf_overrides` (`deployment.py`).
 """
 
 import logging
@@ -11,9 +11,9 @@ ARCHITECTURES = {"OuroForCausalLM": _SERVED, "LoopedLlamaForCausalLM": _SERVED}
 
 
 def register() -> None:
-    """Tells vLLM of the models by their names, so that nothing heavy is imported before one is wanted.
+    """Register the models in vLLM by name, so that nothing large is imported before a model is needed.
 
-    vLLM runs this whatever it serves, and ends where it fails: so it only warns.
+    vLLM runs this function for every model, and ends if it fails: so it only warns.
     """
     try:
         from vllm import ModelRegistry
@@ -22,7 +22,7 @@ def register() -> None:
         from loopscope.integrations.pretrained_configuration import register_configurations
         from loopscope.integrations.vllm.deployment import DeploymentChecks
 
-        register_configurations()  # by which vLLM reads those of looped models
+        register_configurations()  # for reading the configurations of looped models
         for name, path in ARCHITECTURES.items():
             ModelRegistry.register_model(name, path)
             MODELS_CONFIG_MAP[name] = DeploymentChecks

@@ -1,7 +1,7 @@
-"""What is a deployment told beside its checkpoint? How many loops it runs, or by which policy its tokens exit.
+"""What does a deployment configure beside its checkpoint? The number of loops, or the policies by which tokens exit.
 
-It stands under `loopscope` in vLLM's `hf_overrides`; without a depth there, the policy that was saved with the model is
-served:
+The settings are under `loopscope` in vLLM's `hf_overrides`; without a depth there, vLLM serves the policy that was
+saved with the model:
 
     vllm serve FOLDER --hf-overrides '{"loopscope": {"policy": "policy.json", "policies": {"fast": "fast.json"}}}'
 
@@ -19,7 +19,7 @@ import msgspec
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
-from loopscope.integrations.vllm.exits_log import LOG_BEGINNING
+from loopscope.integrations.vllm.exits_log import check_exits_log
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.checkpoint_folder import GenerationExits, check_hashes, find_checkpoint, named_exits
@@ -30,19 +30,21 @@ from loopscope.scope import Scope
 
 KEY = "loopscope"
 FULL_DEPTH = "full"
-"""By this name a request asks for all loops, so no policy has it."""
+"""The name by which a request asks for all loops; no policy may have it."""
 _WHERE = f"hf_overrides: {KEY}"
 _CONNECTOR = "loopscope.integrations.vllm.request_connector"
 
 
 class DeploymentSettings(Settings, frozen=True, kw_only=True):
-    loops: Loops | None = None  # None: as many as the checkpoint says
-    policy: str | None = None  # a file (None: the one that the checkpoint names); or by hand:
+    """Hold the settings under `loopscope` in vLLM's `hf_overrides`."""
+
+    loops: Loops | None = None  # None: the checkpoint's number
+    policy: str | None = None  # a file (None: the checkpoint's own policy); or a rule by hand:
     readout: str | None = None
     threshold: float | None = None
-    policies: dict[str, str] = msgspec.field(default_factory=dict)  # files of those that a request may ask for, by name
-    without_guarantee: bool = False  # a rule that was calibrated for another cache is used without its guarantee
-    exits_log: str | None = None  # a file to which every token's loops are written
+    policies: dict[str, str] = msgspec.field(default_factory=dict)  # by name, the policy files that requests may choose
+    without_guarantee: bool = False  # use a policy calibrated for another cache, without its guarantee
+    exits_log: str | None = None  # a file for every token's loops
 
     def __post_init__(self) -> None:
         if (self.readout is None) != (self.threshold is None) or (self.policy is not None and self.readout is not None):
@@ -56,13 +58,13 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """What is run: the model as it is configured, and how deep."""
+    """Hold the served model's configuration, depth and policies."""
 
     config: OuroConfig | LoopedLlamaConfig
     looping: Looping
     loops: int
-    policy: ExitPolicy | None = None  # None: every token goes through all of these loops, unless its request asks
-    policies: Mapping[str, ExitPolicy] = msgspec.field(default_factory=dict)  # that requests may ask for
+    policy: ExitPolicy | None = None  # None: every token runs all loops, unless its request chooses a depth
+    policies: Mapping[str, ExitPolicy] = msgspec.field(default_factory=dict)  # that requests may choose
     exits_log: str | None = None
 
     @property
@@ -71,11 +73,11 @@ class Deployment(msgspec.Struct, frozen=True):
         return self.policy is not None or bool(self.policies)
 
     def __str__(self) -> str:
-        """For the log at the start: how deep tokens go, and what is guaranteed of it."""
+        """For the log at the start: the depth of tokens, and its guarantee."""
         if not self.adaptive:
             return f"every token takes {self.loops} loops"
-        texts = [_described("the policy", self.policy) if self.policy else f"by default all {self.loops} loops"]
-        texts += [_described(f"'{name}'", policy) for name, policy in self.policies.items()]
+        texts = [_describe_policy("the policy", self.policy) if self.policy else f"by default all {self.loops} loops"]
+        texts += [_describe_policy(f"'{name}'", policy) for name, policy in self.policies.items()]
         return f"up to {self.loops} loops, cache 'propagate'; {'; '.join(texts)}"
 
     @property
@@ -83,7 +85,8 @@ class Deployment(msgspec.Struct, frozen=True):
         return self.looping.prelude + self.looping.core < self.config.num_hidden_layers
 
 
-def _described(name: str, policy: ExitPolicy) -> str:
+def _describe_policy(name: str, policy: ExitPolicy) -> str:
+    """A policy and its guarantee, for the log at the start."""
     guarantee = "no guarantee" if policy.guarantee is None else f"guarantee: {policy.guarantee.sentence}"
     return f"{name} is {policy} ({guarantee})"
 
@@ -95,10 +98,10 @@ def read_deployment(
     precision: str,
     cache_precision: str | None = None,
 ) -> Deployment:
-    """What a configuration with its overrides asks for, of the model in a folder or on the Hub; or a refusal.
+    """Read the deployment of a model, in a folder or on the Hub, from its configuration with overrides.
 
-    A policy is held to the weights, depth, precision and cache that it was made for, as everywhere. `cache_precision`
-    is that of keys and values in the cache, where it is another than they are computed in.
+    A policy must fit the weights, depth, precision and cache for which it was made. `cache_precision` is the precision
+    of cached keys and values, if it differs from the computing precision.
     """
     values = {name: value for name, value in configuration.items() if value is not None}
     if misplaced := sorted({*DeploymentSettings.__struct_fields__, "num_loops"} & {*values}):
@@ -114,15 +117,15 @@ def read_deployment(
         layers, depth = config.num_hidden_layers, config.total_ut_steps
         looping = Looping(source="llama", prelude=0, core=layers, loops=depth, gate="linear")
     deployed = Deployment(config, looping, settings.loops or looping.loops, exits_log=settings.exits_log)
-    weights = _Weights(checkpoint, revision, config.sha256)
+    weights = _WeightsHash(checkpoint, revision, config.sha256)
     policies = {
-        name: _checked(ExitPolicy.load(Path(file)), settings, deployed, weights, precision, cache_precision)
+        name: _checked_policy(ExitPolicy.load(Path(file)), settings, deployed, weights, precision, cache_precision)
         for name, file in settings.policies.items()
     }
-    policy = _policy(settings, find_checkpoint(checkpoint, revision) if settings.names_no_depth else None)
+    policy = _deployed_policy(settings, find_checkpoint(checkpoint, revision) if settings.names_no_depth else None)
     if policy is not None:
-        policy = _checked(policy, settings, deployed, weights, precision, cache_precision)
-    if policy is not None and policy.fixed_depth is not None and not policies:  # as if there were so many loops
+        policy = _checked_policy(policy, settings, deployed, weights, precision, cache_precision)
+    if policy is not None and policy.fixed_depth is not None and not policies:  # the same as so many loops
         deployed, policy = msgspec.structs.replace(deployed, loops=policy.fixed_depth), None
     if policy is None and not policies and settings.exits_log is not None:
         raise UserError(
@@ -131,8 +134,8 @@ def read_deployment(
     return msgspec.structs.replace(deployed, policy=policy, policies=policies)
 
 
-class _Weights:
-    """The hash of a checkpoint's weights, which is computed once, and only if a policy asks for it."""
+class _WeightsHash:
+    """Hold the hash of a checkpoint's weights, computed once, and only if a policy needs it."""
 
     def __init__(self, checkpoint: str, revision: str | None, configuration: str) -> None:
         self._checkpoint, self._revision, self._configuration = checkpoint, revision, configuration
@@ -144,8 +147,8 @@ class _Weights:
         )
 
 
-def _policy(settings: DeploymentSettings, folder: Path | None) -> ExitPolicy | None:
-    """The policy of the deployment, or the one that was saved with the model in this folder."""
+def _deployed_policy(settings: DeploymentSettings, folder: Path | None) -> ExitPolicy | None:
+    """The policy of the deployment, or the policy saved with the model in this folder."""
     if settings.readout is not None:
         return ExitPolicy(settings.readout, settings.threshold)
     if settings.policy is not None:
@@ -159,15 +162,15 @@ def _policy(settings: DeploymentSettings, folder: Path | None) -> ExitPolicy | N
     return replace(policy, scope=msgspec.structs.replace(policy.scope, cache=exits.cache))
 
 
-def _checked(
+def _checked_policy(
     policy: ExitPolicy,
     settings: DeploymentSettings,
     deployed: Deployment,
-    weights: _Weights,
+    weights: _WeightsHash,
     precision: str,
     cache_precision: str | None,
 ) -> ExitPolicy:
-    """The policy as it is served, after it was held to its weights, depth, precision and cache."""
+    """The policy to serve, after checking it against weights, depth, precision and cache."""
     fixed = policy.fixed_depth is not None
     if settings.without_guarantee:
         policy = replace(policy, certificate=None, scope=msgspec.structs.replace(policy.scope, cache=None))
@@ -186,13 +189,14 @@ def _checked(
     tied = policy.model is not None or policy.gate is not None
     here = Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision)
     policy.check(weights.sha256 if tied else None, deployed.loops, here)
-    state = ExitState(policy, deployed.loops)  # rejects what can only be replayed
+    state = ExitState(policy, deployed.loops)  # rejects a policy that can only be replayed
     if "gate_logits" in state.sources() and deployed.looping.gate == "none":
         raise UserError(f"The model has no gate, so it cannot be run with the readout '{policy.readout}'.")
     return policy
 
 
 def deployment_of(vllm_config: Any) -> Deployment:
+    """The deployment of a running vLLM, from its configuration."""
     model = vllm_config.model_config
     computed_in, cached_in = str(model.dtype).removeprefix("torch."), vllm_config.cache_config.cache_dtype
     other = None if cached_in in ("auto", computed_in) else cached_in
@@ -201,19 +205,19 @@ def deployment_of(vllm_config: Any) -> Deployment:
 
 
 class DeploymentChecks:
-    """What vLLM asks of a model's configuration before it starts an engine."""
+    """Check and adjust vLLM's configuration of a looped model before an engine starts."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """No window of attention: what a Qwen's configuration says of one that is not used, vLLM would take for one."""
+        """Remove attention windows: vLLM would apply a window that a Qwen's configuration names but does not use."""
         model_config.hf_text_config.sliding_window = None
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Under policies, switches off what would run other tokens than LoopScope, or other loops than are decided."""
+        """Under policies, switch off features that would run other tokens or loops than LoopScope decides."""
         from loopscope.integrations.vllm.request_connector import DepthArguments
 
-        check_hashes(Path(vllm_config.model_config.model))  # of a folder that training left
+        check_hashes(Path(vllm_config.model_config.model))  # of a folder that a LoopScope run wrote
         if vllm_config.lora_config is not None:
             raise UserError(
                 "Adapters (LoRA) are not served beside a looped model; merge them into its weights first "
@@ -221,15 +225,15 @@ class DeploymentChecks:
             )
         deployment = deployment_of(vllm_config)
         DepthArguments.deployment = deployment
-        if vllm_config.speculative_config is None:  # with which vLLM has no custom logits processors
+        if vllm_config.speculative_config is None:  # with it, vLLM supports no custom logits processors
             checks = f"{DepthArguments.__module__}:{DepthArguments.__name__}"
             others = vllm_config.model_config.logits_processors or []
             vllm_config.model_config.logits_processors = [*(name for name in others if name != checks), checks]
-        if not deployment.adaptive:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
+        if not deployment.adaptive:  # vLLM reuses graphs by its configuration, without policy files
             vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
             return
-        _switch_off(vllm_config)
-        _connect(vllm_config, deployment)
+        _switch_off_features(vllm_config)
+        _add_connector(vllm_config, deployment)
         scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         if deployment.head_attends:
             scheduler.enable_chunked_prefill = False
@@ -241,17 +245,17 @@ class DeploymentChecks:
         if deployment.exits_log is not None:
             if vllm_config.parallel_config.data_parallel_size > 1:
                 raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
-            check_log(Path(deployment.exits_log))
+            check_exits_log(Path(deployment.exits_log))
 
 
-def _switch_off(vllm_config: Any) -> None:
-    """What cannot run while tokens take different numbers of loops; the log says so."""
+def _switch_off_features(vllm_config: Any) -> None:
+    """Switch off features of vLLM that need the same number of loops for all tokens; the log names them."""
     from vllm.config import CUDAGraphMode
     from vllm.logger import init_logger
 
     for option, given in (
         ("speculative_config", vllm_config.speculative_config),
-        ("kv_transfer_config", None if _connected(vllm_config) else vllm_config.kv_transfer_config),
+        ("kv_transfer_config", None if _has_connector(vllm_config) else vllm_config.kv_transfer_config),
     ):
         if given is not None:
             raise UserError(
@@ -270,11 +274,11 @@ def _switch_off(vllm_config: Any) -> None:
         init_logger("vllm.loopscope").info("LoopScope switches off for exit policies: %s.", "; ".join(off))
 
 
-def _connect(vllm_config: Any, deployment: Deployment) -> None:
-    """Gives the engine the connector by which requests choose their depth, and learn their loops."""
+def _add_connector(vllm_config: Any, deployment: Deployment) -> None:
+    """Add the connector that carries depths of requests to the workers, and loops of tokens back."""
     from vllm.config import KVTransferConfig
 
-    if not _connected(vllm_config):
+    if not _has_connector(vllm_config):
         vllm_config.kv_transfer_config = KVTransferConfig(
             kv_connector="LoopScopeConnector",
             kv_connector_module_path=_CONNECTOR,
@@ -283,19 +287,7 @@ def _connect(vllm_config: Any, deployment: Deployment) -> None:
         )
 
 
-def _connected(vllm_config: Any) -> bool:
-    """Whether it has that connector; each process of vLLM checks the configuration again."""
+def _has_connector(vllm_config: Any) -> bool:
+    """Whether vLLM's configuration has this connector; each process of vLLM checks the configuration again."""
     found = vllm_config.kv_transfer_config
     return found is not None and found.kv_connector_module_path == _CONNECTOR
-
-
-def check_log(log: Path) -> None:
-    """Rejects a file that cannot be written or is something else, before an engine starts, not at its first token."""
-    try:
-        with log.open("a+b") as file:
-            file.seek(0)
-            beginning = file.read(len(LOG_BEGINNING))
-    except OSError as error:
-        raise UserError(f"exits_log: {log} cannot be written ({error.strerror}); choose another file.") from None
-    if not LOG_BEGINNING.startswith(beginning):  # a worker would cut its last line
-        raise UserError(f"exits_log: {log} is there and is no log of exits; choose another file.")

@@ -1,8 +1,8 @@
-"""How many loops did every token take? What a deployment with an exit policy notes, and how it is read.
+"""How many loops did every token take? A deployment with an exit policy logs them in a file; this module reads it.
 
-vLLM has no place for it in its answers, so the first worker appends it to a file, a line of JSON for every step. A text
-is known by the tokens of its prompt: `prompt_digest` of them is what a caller finds its own texts by. Texts of one
-prompt stand in the order in which they were begun.
+vLLM's answers have no field for loops, so the first worker appends a JSON line for every step to a file. A text is
+identified by the tokens of its prompt: callers find their texts by `prompt_digest` of these tokens. Texts with the same
+prompt are in the order in which they began.
 
 Shapes: N requests of a step.
 """
@@ -24,18 +24,18 @@ from loopscope.files import read_text
 
 Integers = NDArray[np.int64]
 _MAX_BYTES, _MAX_LINE_BYTES = 1 << 30, 1 << 22
-"""Bytes of a log, and of a line."""
-LOG_BEGINNING = b'{"ran": '
-"""Of every line."""
+"""The largest size of a log, and of a line."""
+_LINE_BEGINNING = b'{"ran": '
+"""The beginning of every line."""
 
 
 class StepExits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line: one step."""
+    """Hold a line of the log: one step."""
 
-    ran: Tally  # loops that were run, for whoever went deepest
-    texts: list[Tally]  # [N] the number of each request's text
-    loops: list[Tally]  # [N] that its last token took
-    prompts: dict[str, tuple[Tally, str]] = {}  # of those at their prompt, by number: its tokens so far, their digest
+    ran: Tally  # loops that ran: those of the deepest token
+    texts: list[Tally]  # [N] the index of each request's text
+    loops: list[Tally]  # [N] loops of its last token
+    prompts: dict[str, tuple[Tally, str]] = {}  # of requests in their prompt, by text: tokens so far, and their digest
 
     def __post_init__(self) -> None:
         numbers = {str(text) for text in self.texts}
@@ -46,7 +46,7 @@ class StepExits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class TextExits:
-    """One text; the loops are those of its tokens, one after the other, and may go on beyond the last that was sent."""
+    """Hold the loops of one text's tokens, which may continue after the last token that was returned."""
 
     prompt_tokens: int
     prompt: str
@@ -54,12 +54,12 @@ class TextExits:
 
 
 def prompt_digest(tokens: Iterable[int]) -> str:
-    """What a prompt of these tokens is known by."""
+    """The digest that identifies a prompt with these tokens."""
     return hashlib.sha256(np.asarray(list(tokens), dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
-    """The texts in the order in which they were begun, and the steps; without a line that is still being written."""
+    """Read texts in the order of their beginning, and steps; an incomplete last line is left out."""
     texts: dict[int, TextExits] = {}
     steps = []
     *lines, _ = read_text(Path(path), "log of exits", _MAX_BYTES).split("\n")
@@ -83,16 +83,16 @@ def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
 
 
 class ExitsLog:
-    """Appends steps to a file, which may be that of an earlier deployment."""
+    """Append steps to a log file, which may be that of an earlier deployment."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._texts: dict[int, int] = {}  # by the first block of their cache
-        self._tokens: dict[int, list[int]] = {}  # so far, of a text that is read again maybe more than its prompt
-        self._begun = _cut_unfinished(self._path)  # a text takes more than a byte, so no earlier one has this number
+        self._tokens: dict[int, list[int]] = {}  # so far; a text that is read again may have more than its prompt
+        self._begun = _cut_incomplete_line(self._path)  # above all earlier indices
 
     def note(self, batch: Any, tokens: Integers, loops: Integers, ran: int) -> None:
-        """A step with these tokens of its requests, who exited at these loops [N]."""
+        """Log a step with its requests' tokens, which exited at these loops [N]."""
         prompts: dict[str, tuple[int, str]] = {}
         for row, block in enumerate(batch.first_blocks.tolist()):
             new = tokens[batch.starts[row] : batch.ends[row]].tolist()
@@ -108,8 +108,8 @@ class ExitsLog:
             file.write(json.dumps(line) + "\n")
 
 
-def _cut_unfinished(path: Path) -> int:
-    """The size of a log, after a line that a worker which was killed did not finish is gone."""
+def _cut_incomplete_line(path: Path) -> int:
+    """Remove an incomplete last line, which a killed worker left; return the size of the log."""
     if not path.exists():
         return 0
     with path.open("r+b") as file:
@@ -118,3 +118,15 @@ def _cut_unfinished(path: Path) -> int:
         size += tail.rfind(b"\n") + 1
         file.truncate(size)
     return size
+
+
+def check_exits_log(log: Path) -> None:
+    """Reject an unwritable or foreign log file before an engine starts, not at its first token."""
+    try:
+        with log.open("a+b") as file:
+            file.seek(0)
+            beginning = file.read(len(_LINE_BEGINNING))
+    except OSError as error:
+        raise UserError(f"exits_log: {log} cannot be written ({error.strerror}); choose another file.") from None
+    if not _LINE_BEGINNING.startswith(beginning):  # a worker would cut its last line
+        raise UserError(f"exits_log: {log} is there and is no log of exits; choose another file.")

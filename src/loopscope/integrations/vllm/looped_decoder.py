@@ -1,14 +1,14 @@
-"""What is a looped decoder made of in vLLM? The layers of Ouro and looped Llamas from vLLM's parallel ones, under the
-parameter names of `loopscope.models`, with a KV cache for every loop.
+"""Which layers has a looped decoder in vLLM? vLLM's parallel layers for Ouro and looped Llamas, under the parameter
+names of `loopscope.models`, with a KV cache for every loop.
 
-The weights of a layer are shared by all loops, so there is one `LoopedAttention`; in it stands one of vLLM's attention
-objects for every loop, under a number of its own (`layers.NUMBER`), by which vLLM gives it blocks of its own. The
-numbers are in the order in which layers run: prelude, core of the first loop, of the second, .., coda. An Ouro is core
-only.
+All loops share the weights of a layer, so there is one `LoopedAttention` for each layer. It holds one of vLLM's
+attention objects for every loop, each under its own number (`layers.NUMBER`), by which vLLM gives it its own cache
+blocks. The numbers follow the order in which layers run: prelude, core of the first loop, of the second, .., coda. An
+Ouro has only a core.
 
 At a fixed depth vLLM compiles the whole decoder, with its loops unrolled. Under an exit policy the number of loops is
-known only while they run, so vLLM compiles the `SharedBlock`, which is called once per loop. Which loop it is stands
-in a `Turn`, and only attention reads it: in an operator that the compiler does not look into.
+not known in advance, so vLLM compiles the `SharedBlock`, which is called once per loop. A `Turn` holds the current
+loop, and only attention reads it: in an operator that the compiler does not look into.
 
 Shapes: P tokens of a step, n that run, D width.
 """
@@ -36,38 +36,38 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from loopscope.integrations.vllm.deployment import Deployment
-from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
+from loopscope.integrations.vllm.step_batch import ExitCache, recording_backend
 from loopscope.models.decoder_layers import DecoderConfig, linear_halt, rms_normalised
 from loopscope.models.ouro import OuroConfig
 
 _NARROWEST_HEAD = 32
-"""vLLM's kernels know no narrower heads; those of very small models are filled up with zeros, which changes nothing."""
+"""The narrowest head of vLLM's kernels; narrower heads are padded with zeros, which does not change the result."""
 
 
 @dataclass
 class Turn:
-    """The loop that runs, and what is left in the cache by the tokens of the step."""
+    """Hold the current loop, and the cache entries that the tokens of the step leave."""
 
     loop: int = 0
-    cache: ExitCache | None = None  # None: all tokens run, and none of them is followed
+    cache: ExitCache | None = None  # None: all tokens run all loops
 
 
 class LoopedAttention(nn.Module):
-    """With biases and with norms of queries and keys where a model has them."""
+    """Attend in vLLM with a KV cache for every loop, with the biases and norms of the model."""
 
     def __init__(
         self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int], turn: Turn | None
     ) -> None:
-        """`places` are those of the layer with this `name` in the KV cache, loop by loop.
+        """Make the attention of the layer `name`; `places` are its numbers in the KV cache, loop by loop.
 
-        With a policy it takes down which requests are in a step. With a `turn` it attends in the loop that this names.
+        With a policy it records which requests are in a step. With a `turn` it attends in the turn's loop.
         """
         super().__init__()
         config, source = deployment.config, deployment.looping.source
         biased = bool(config.attention_bias) and source in ("llama", "qwen3")
         self.name, self.turn, quantization = f"{name}.looped", turn, vllm_config.quant_config
         if turn is not None:
-            vllm_config.compilation_config.static_forward_context[self.name] = self  # where the operator finds it
+            vllm_config.compilation_config.static_forward_context[self.name] = self  # for the operator's lookup
         self.head_width, self.cached_width = config.head_width, max(config.head_width, _NARROWEST_HEAD)
         workers = get_tensor_model_parallel_world_size()
         self.heads = config.num_attention_heads // workers
@@ -93,7 +93,7 @@ class LoopedAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
         self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
         beside = name.rpartition(".")[0]
-        backend = noting_backend(self.cached_width, vllm_config) if deployment.adaptive else None
+        backend = recording_backend(self.cached_width, vllm_config) if deployment.adaptive else None
         self.attn = nn.ModuleList(
             Attention(
                 self.heads,
@@ -113,7 +113,7 @@ class LoopedAttention(nn.Module):
                 attention.use_direct_call = True  # inside our operator, two more of vLLM's would only take time
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0) -> Tensor:
-        """`loop` counts from 0; a turn says it instead, and `hidden` is then of the tokens that still run."""
+        """Attend in a loop, counted from 0; with a turn, in its loop, and `hidden` has only the running tokens."""
         projected, _ = self.qkv_proj(hidden)
         sizes = [heads * self.head_width for heads in (self.heads, self.key_value_heads, self.key_value_heads)]
         query, key, value = projected.split(sizes, dim=-1)
@@ -129,7 +129,7 @@ class LoopedAttention(nn.Module):
         return out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[n, H] of the tokens that run, in the loop whose turn it is."""
+        """[n, H] the attention of the running tokens in the turn's loop."""
         assert self.turn is not None
         attention, cache = self.attn[self.turn.loop], self.turn.cache
         if cache is None:
@@ -137,7 +137,7 @@ class LoopedAttention(nn.Module):
         return cache.taken(attention(*cache.completed(self.name, query, key, value)))
 
     def propagate(self, loops: range, cache: ExitCache) -> None:
-        """What all tokens left at their exit loops stands in these deeper ones, which nobody runs."""
+        """Write the keys and values of all tokens' exit loops into the deeper loops, which no token runs."""
         if loops:
             shape = (-1, self.key_value_heads, self.cached_width)
             key, value = (part.view(shape) for part in cache.last(self.name))
@@ -160,19 +160,23 @@ class LoopedAttention(nn.Module):
         return out.view(len(out), -1, self.cached_width)[..., : self.head_width].flatten(1)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+def _attend_by_name(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+    """Run a layer's attention as one operator, which the compiler does not look into."""
     layer: LoopedAttention = get_forward_context().no_compile_layers[name]
     return layer.attend(query, key, value)
 
 
-def _attend_shape(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+def _attended_shape(query: Tensor, key: Tensor, value: Tensor, name: str) -> Tensor:
+    """The shape of the operator's output, for the compiler."""
     return torch.empty_like(query)
 
 
-direct_register_custom_op(op_name="loopscope_attend", op_func=_attend, fake_impl=_attend_shape)
+direct_register_custom_op(op_name="loopscope_attend", op_func=_attend_by_name, fake_impl=_attended_shape)
 
 
 class ParallelSwiGLU(nn.Module):
+    """The gated MLP of the Llama family, from vLLM's parallel layers."""
+
     def __init__(self, config: DecoderConfig, vllm_config: VllmConfig, prefix: str, bias: bool) -> None:
         super().__init__()
         width, inner, quantization = config.hidden_size, config.intermediate_size, vllm_config.quant_config
@@ -191,7 +195,7 @@ class ParallelSwiGLU(nn.Module):
 
 
 def _rope(config: DecoderConfig) -> dict[str, Any]:
-    """Rotary positions in vLLM's words."""
+    """The rotary positions of a decoder as vLLM's parameters."""
     rotary = config.rotary
     if rotary.scaling is None:
         return {"rope_type": "default", "rope_theta": rotary.theta}
@@ -207,7 +211,7 @@ def _rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 class ParallelLayer(nn.Module):
-    """Ouro normalises what attention and MLP make, too."""
+    """A decoder layer from vLLM's parallel layers; for Ouro with norms after attention and MLP, too."""
 
     def __init__(
         self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int], turn: Turn | None
@@ -230,14 +234,14 @@ class ParallelLayer(nn.Module):
 
 @support_torch_compile(dynamic_arg_dims={"hidden": 0, "positions": -1})
 class SharedBlock(nn.Module):
-    """The layers that every loop runs, and Ouro's norm after them."""
+    """Run the layers that every loop runs, and Ouro's final norm after them; vLLM compiles it."""
 
     def __init__(self, *, vllm_config: VllmConfig, layers: Iterable[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.layers, self.norm = nn.ModuleList(layers), norm
 
     def forward(self, hidden: Tensor, positions: Tensor, loop: int = 0) -> Tensor:
-        """[n, D] `loop` counts from 0; where a turn says it, it is left out, since one compilation serves all loops."""
+        """[n, D] the states after a loop (from 0); left out with a turn, so that one compilation serves all loops."""
         for layer in self.layers:
             hidden = layer(positions, hidden, loop)
         return self.norm(hidden)
@@ -245,9 +249,9 @@ class SharedBlock(nn.Module):
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
 class ParallelDecoder(nn.Module):
-    """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step.
+    """Run embedding and loops up to the head's input, as in `loopscope.models`, on the tokens of a step.
 
-    Its `forward` runs all loops. vLLM compiles it where it is called as a module.
+    Its `forward` runs all loops. vLLM compiles it if it is called as a module.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:
@@ -275,7 +279,7 @@ class ParallelDecoder(nn.Module):
         self.block = SharedBlock(vllm_config=vllm_config, layers=self.core, norm=after_loop)
 
     def _places(self, number: int) -> Sequence[int]:
-        """Where a layer keeps keys and values: one place for every time that it runs."""
+        """The numbers of a layer in the KV cache: one for every time that it runs."""
         if self._is_looped(number):
             return range(number, self.prelude + self.num_loops * self.core_size, self.core_size)
         return [number if number < self.prelude else number + (self.num_loops - 1) * self.core_size]
@@ -285,18 +289,18 @@ class ParallelDecoder(nn.Module):
 
     @property
     def core(self) -> Iterable[Any]:
-        """The layers that are looped."""
+        """The layers that every loop runs."""
         return islice(self.layers, self.prelude, self.prelude + self.core_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what the head reads after all loops."""
+        """[P, D] the head's input after all loops."""
         hidden = embedded = self.begin(input_ids, positions)
         for loop in range(self.num_loops):
             hidden = self.loop(hidden, embedded, positions, loop)
         return self.read(hidden, positions)
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what goes into the first loop."""
+        """[P, D] the states before the first loop."""
         hidden: Tensor = self.embed_tokens(input_ids)
         for layer in islice(self.layers, self.prelude):
             hidden = layer(positions, hidden)
@@ -305,7 +309,7 @@ class ParallelDecoder(nn.Module):
     def loop(
         self, hidden: Tensor, embedded: Tensor, positions: Tensor, loop: int, cache: ExitCache | None = None
     ) -> Tensor:
-        """[n, D] one loop, counted from 0, of the tokens that run; `embedded` is what went into the first."""
+        """[n, D] the running tokens' states after a loop (from 0); `embedded` are those before the first loop."""
         updated = hidden if self.injection is None else hidden + self.injection(embedded)
         if self.turn is None:
             updated = self.block(updated, positions, loop)
@@ -315,7 +319,7 @@ class ParallelDecoder(nn.Module):
         return updated if self.damping == 1 else hidden + self.damping * (updated - hidden)
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """[n, D] what the gate reads."""
+        """[n, D] the pooled states, which the gate reads."""
         if self.is_ouro:
             return hidden
         has_coda = len(self.layers) > self.prelude + self.core_size
@@ -326,7 +330,7 @@ class ParallelDecoder(nn.Module):
         return None if self.early_exit_gate is None else linear_halt(self.early_exit_gate, pooled)
 
     def read(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what the head reads."""
+        """[P, D] the head's input."""
         for layer in islice(self.layers, self.prelude + self.core_size, None):
             hidden = layer(positions, hidden)
         return hidden if self.is_ouro else self.norm(hidden)

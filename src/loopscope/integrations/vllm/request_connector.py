@@ -1,13 +1,12 @@
 """How does a request's depth reach the model, and how do the loops of its tokens reach its answer and `/metrics`?
 
-vLLM shows the arguments of a request to the checks of a model's logits processors, and answers with their sentence
-(HTTP 400). So `DepthArguments` is a logits processor that checks, and changes no logits.
+vLLM lets logits processors check the arguments of a request, and returns their error (HTTP 400). So `DepthArguments` is
+a logits processor that only checks, and changes no logits.
 
-vLLM runs its scheduler, its workers and its API servers in processes of their own. Its KV connectors are the one way
-between them that carries something for every request and step: this one transfers no keys and values. The scheduler's
-side tells the workers which request has which first block of the cache, and how deep it is to be answered. The first
-worker's side reports the loops of every token, which the scheduler adds to the request's answer
-(`kv_transfer_params`), and the API server counts.
+vLLM runs its scheduler, its workers and its API servers in separate processes. Only KV connectors carry data between
+them for every request and step: this connector transfers no keys and values. The scheduler's side tells the workers
+each request's first cache block and its depth. The first worker's side reports the loops of every token. The scheduler
+adds them to the request's answer (`kv_transfer_params`), and the API server counts them.
 
 Shapes: N requests of a step.
 """
@@ -40,9 +39,9 @@ Integers = NDArray[np.int64]
 
 
 class DepthArguments(LogitsProcessor, SecondRunnersProcessor):
-    """Checks the arguments of requests; for both of vLLM's model runners."""
+    """Check the depth arguments of requests, for both of vLLM's model runners."""
 
-    deployment: ClassVar[Deployment | None] = None  # the last one that this process checked
+    deployment: ClassVar[Deployment | None] = None  # the last deployment that this process checked
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -67,21 +66,23 @@ class DepthArguments(LogitsProcessor, SecondRunnersProcessor):
 
 @dataclass
 class StepRequest:
-    """A request that begins, or begins again after vLLM took its cache away."""
+    """Hold a request that begins, or begins again after vLLM freed its cache."""
 
     name: str
-    tokens: int  # that it reads before it writes the next one
+    tokens: int  # tokens that it reads before it generates
     depth: Depth
 
 
 @dataclass
 class BegunRequests(KVConnectorMetadata):
+    """Carry the requests that begin in a step from the scheduler to the workers."""
+
     by_block: dict[int, StepRequest] = field(default_factory=dict)  # by the first block of their cache
 
 
 @dataclass
 class TokenLoops(KVConnectorWorkerMetadata):
-    """The loops of the token that each request wrote in a step."""
+    """Carry the loops of the token that each request generated in a step to the scheduler."""
 
     by_request: dict[str, int]
 
@@ -90,7 +91,7 @@ class TokenLoops(KVConnectorWorkerMetadata):
 
 
 class LoopCounts(KVConnectorStats):
-    """Tokens by the loop at which they exited, and steps by the loops that they ran."""
+    """Count tokens by the loop at which they exited, and steps by the loops that they ran."""
 
     data: dict[str, Any]
 
@@ -113,7 +114,7 @@ class LoopCounts(KVConnectorStats):
 
 
 class LoopMetrics(KVConnectorPromMetrics):
-    """In `/metrics`, by model and engine. vLLM takes down what begins with its name before it starts another engine."""
+    """Report loops in `/metrics`, by model and engine; vLLM removes its metrics before it starts another engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labels: dict[int, list[object]]):
         super().__init__(vllm_config, metric_types, labelnames, labels)
@@ -150,15 +151,15 @@ class LoopMetrics(KVConnectorPromMetrics):
 
 @dataclass
 class RunningRequest:
-    """What the scheduler knows of a request until it ends."""
+    """Hold the scheduler's data about a request until the request ends."""
 
     prompt_tokens: int
     depth: Depth
-    loops: list[int] = field(default_factory=list)  # one per token, in its answer too
+    loops: list[int] = field(default_factory=list)  # one per token, also in its answer
 
 
 class LoopScopeConnector(KVConnectorBase_V1, SupportsHMA):
-    """One of these is in the scheduler, and one in each worker."""
+    """Carry depths to the workers and loops back; the scheduler and each worker have one."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -177,15 +178,15 @@ class LoopScopeConnector(KVConnectorBase_V1, SupportsHMA):
         self._begun |= connector_metadata.by_block
 
     def requests(self, batch: StepBatch) -> list[StepRequest]:
-        """[N] those of a step."""
+        """[N] the requests of a step."""
         return [self._begun[block] for block in batch.first_blocks.tolist()]
 
     def report(self, batch: StepBatch, exits: Integers, ran: int) -> None:
-        """Notes a step that ran so many loops, and at which of them its requests' last tokens exited [N]."""
+        """Record a step that ran `ran` loops, and the loops [N] at which its requests' last tokens exited."""
         if not get_tp_group().is_first_rank:
             return
         for request, length, loops in zip(self.requests(batch), batch.lengths, exits.tolist(), strict=True):
-            if length >= request.tokens:  # else a part of a prompt, which writes nothing
+            if length >= request.tokens:  # else a part of a prompt, which generates nothing
                 self._reported[request.name] = loops
         tokens = Counter(str(loops) for loops in self._reported.values())
         self._counts = LoopCounts({"tokens": dict(tokens), "steps": {str(ran): 1}})
@@ -224,7 +225,7 @@ class LoopScopeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         begun = BegunRequests()
-        for new in scheduler_output.scheduled_new_reqs:  # the second runner's begin again as new ones, with their text
+        for new in scheduler_output.scheduled_new_reqs:  # the second runner restarts requests as new
             tokens = len(new.prefill_token_ids or new.prompt_token_ids)
             begun.by_block[new.block_ids[0][0]] = StepRequest(new.req_id, tokens, self._running[new.req_id].depth)
         others = scheduler_output.scheduled_cached_reqs
@@ -235,7 +236,7 @@ class LoopScopeConnector(KVConnectorBase_V1, SupportsHMA):
         return begun
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Comes after `request_finished` of requests that ended in this step, whose answers are not sent yet."""
+        """Runs after `request_finished` of requests that ended in this step, before their answers are sent."""
         reported = connector_output.kv_connector_worker_meta
         for name, loops in ({} if reported is None else reported.by_request).items():
             if name in self._running:

@@ -1,10 +1,10 @@
-"""How deep does a request want to be answered? `loopscope_depth` among its `vllm_xargs`, checked where it arrives.
+"""How deep should a request be answered? `loopscope_depth` in its `vllm_xargs` sets it, checked when it arrives.
 
-It is "full", a number of loops, or the name of a policy of the deployment:
+The value is "full", a number of loops, or the name of a policy of the deployment:
 
     client.completions.create(model=..., prompt=..., extra_body={"vllm_xargs": {"loopscope_depth": 2}})
 
-A request that asks for none gets what the deployment has: its policy, or all loops.
+A request without a value gets the deployment's default: its policy, or all loops.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,19 @@ from loopscope.policy import ExitPolicy
 
 DEPTH_KEY = "loopscope_depth"
 _MISTAKEN = {"depth", "loops", "num_loops", "policy", "threshold", "exit_threshold", "exit_at_step", "total_ut_steps"}
-"""Arguments that mean a depth elsewhere; as a name of ours they would be ignored without a word."""
+"""Arguments that other software uses for a depth; vLLM would ignore them silently."""
 
 Depth = str | int | None
-"""What a request asks for: "full", a number of loops, the name of a policy; None: what the deployment has."""
+"""The depth of a request: "full", a number of loops, the name of a policy; None: the deployment's default."""
 
 
 def requested_depth(arguments: Mapping[str, Any] | None) -> Depth:
+    """The depth in the arguments of a request; None if it gives none."""
     return (arguments or {}).get(DEPTH_KEY)
 
 
 def check_depth(arguments: Mapping[str, Any] | None, deployment: Deployment) -> None:
-    """Rejects arguments of a request that this deployment does not understand."""
+    """Reject a depth that this deployment does not offer, and misspelt arguments."""
     for name in arguments or {}:
         if name != DEPTH_KEY and (name.startswith("loopscope") or name in _MISTAKEN):
             raise UserError(f"Unknown argument '{name}' in vllm_xargs; a depth is asked for as '{DEPTH_KEY}'.")
@@ -47,7 +48,7 @@ def check_depth(arguments: Mapping[str, Any] | None, deployment: Deployment) -> 
 
 
 def policy_of(depth: Depth, deployment: Deployment) -> ExitPolicy:
-    """The rule by which the tokens of a request exit."""
+    """The policy under which the tokens of a request exit."""
     if depth is None and deployment.policy is not None:
         return deployment.policy
     if isinstance(depth, str) and depth != FULL_DEPTH:

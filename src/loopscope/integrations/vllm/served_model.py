@@ -1,9 +1,9 @@
-"""How does vLLM run a looped model? All tokens of a step through all loops; or, with policies, until nobody goes on.
+"""How does vLLM run a looped model? All tokens of a step run all loops; with policies, until every request has exited.
 
-With policies every request is asked after each loop, by its own `ExitPolicy` and its state as in LoopScope's engine,
-and the rules are those of its cache `propagate`: a token that continues a text exits alone, and its keys and values of
-that loop stand in for the deeper ones; a prompt goes through all loops, whatever its last token says, which is read
-where that one exits. A step ends as soon as nobody goes on.
+With policies, each request has its own `ExitPolicy`, which decides after each loop as in LoopScope's engine, with the
+cache mode `propagate`. A token that continues a text exits alone, and its keys and values of that loop stand in for the
+deeper loops. A prompt runs all loops, and its last token is read at its exit loop. A step ends when no request
+continues.
 
 Shapes: N requests of a step, P its tokens, n of them, D width, V vocabulary.
 """
@@ -39,10 +39,10 @@ _logger = init_logger("vllm.loopscope")
 
 
 class ServedModel(nn.Module):
-    """A looped decoder with a head, as vLLM wants it."""
+    """Serve a looped decoder with its head in vLLM."""
 
     allow_patterns_overrides: ClassVar[list[str]] = ["model*.safetensors"]
-    """The weights; a folder may hold others, those of a policy's gate for instance."""
+    """The weights; a folder may hold other tensors, for example those of a policy's gate."""
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
@@ -60,7 +60,7 @@ class ServedModel(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.deployment = deployment_of(vllm_config)
-        if self.deployment.adaptive:  # as `DeploymentChecks` left it
+        if self.deployment.adaptive:  # as `DeploymentChecks` set it
             assert not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
             assert not vllm_config.cache_config.enable_prefix_caching
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
@@ -80,7 +80,7 @@ class ServedModel(nn.Module):
         log = self.deployment.exits_log
         first = get_tp_group().is_first_rank
         self._log = ExitsLog(log) if log is not None and first else None
-        self._decisions: dict[Depth, ExitDecision] = {}  # by what requests ask for
+        self._decisions: dict[Depth, ExitDecision] = {}  # by the requested depth
         if first:
             _logger.info("LoopScope: %s.", self.deployment)
 
@@ -101,7 +101,7 @@ class ServedModel(nn.Module):
         batch = current_batch(str(self.looped_attention[0].attn[0].layer_name))
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         if batch is None or connector is None or not connector.has_connector_metadata():  # vLLM warms up
-            return self.model.forward(input_ids, positions)  # which compiles the shared block only
+            return self.model.forward(input_ids, positions)  # compiles the shared block only
         decisions = self._admitted([request.depth for request in connector.requests(batch)])
         step = _AdaptiveStep(self, decisions, batch, input_ids, positions)
         hidden = step.run()
@@ -111,7 +111,7 @@ class ServedModel(nn.Module):
         return hidden
 
     def _admitted(self, depths: Sequence[Depth]) -> list[ExitDecision]:
-        """Decisions about the requests of a step, which ask for these depths [N]."""
+        """The decisions for the requests of a step, by their depths [N]."""
         rows: dict[Depth, list[int]] = {}
         for row, depth in enumerate(depths):
             rows.setdefault(depth, []).append(row)
@@ -129,7 +129,7 @@ class ServedModel(nn.Module):
 
 
 class _AdaptiveStep:
-    """A step with policies."""
+    """Run one step of vLLM under exit policies."""
 
     def __init__(
         self,
@@ -141,17 +141,17 @@ class _AdaptiveStep:
     ) -> None:
         self._model, self._decoder, self._decisions, self._batch = model, model.model, decisions, batch
         self._positions, self._device = positions, positions.device
-        self._last = batch.ends - 1  # [N] the token of each request that is asked
+        self._last = batch.ends - 1  # [N] the token of each request that its policy reads
         self._at_prompt = np.flatnonzero(batch.prefilling)
         self._decoding = np.flatnonzero(~batch.prefilling)
         self._cache = ExitCache(len(positions), self._uploaded(self._last[self._decoding]))
         self._hidden = self._embedded = self._decoder.begin(input_ids, positions)  # [P, D] the states of all tokens
-        self._read: list[tuple[Tensor, Tensor]] = []  # tokens of prompts, and their states where these are read
+        self._read: list[tuple[Tensor, Tensor]] = []  # tokens of prompts, and their states at their exit
         self.exits: Integers = np.zeros(len(batch.ends), dtype=np.int64)  # [N]
         self.ran = 0
 
     def run(self) -> Tensor:
-        """[P, D] what the head reads: of every request where its last token exits."""
+        """[P, D] the head's input: for every request the state at which its last token exits."""
         depth = self._decoder.num_loops
         while self.ran < depth and (not self.exits.all() or len(self._at_prompt)):
             self._advance()
@@ -165,13 +165,13 @@ class _AdaptiveStep:
         return self._decoder.read(self._head_states(), self._positions)
 
     def _advance(self) -> None:
-        """One loop of the tokens that run."""
+        """Run one loop of the running tokens."""
         given = (self._cache.taken(values) for values in (self._hidden, self._embedded, self._positions))
         self._hidden = self._cache.put(self._hidden, self._decoder.loop(*given, self.ran, self._cache))
         self.ran += 1
 
     def _stops(self, deciding: Sequence[ExitDecision]) -> list[NDArray[np.bool_]]:
-        """Who of those that are asked exits now; the first worker decides for all."""
+        """Decide which of the undecided requests exit now; the first worker decides for all."""
         rows = [decision.rows for decision in deciding]
         bounds = np.cumsum([0, *(len(part) for part in rows)])
         last = self._uploaded(self._last[np.concatenate(rows)])
@@ -188,7 +188,7 @@ class _AdaptiveStep:
         return np.split(stops.cpu().numpy().astype(bool), bounds[1:-1])
 
     def _logits(self, last: Tensor) -> Tensor:
-        """[n, V] of these tokens, as if they exited now."""
+        """[n, V] the logits of these tokens, as if they exited now."""
         if self._model.deployment.head_attends:
             read = self._decoder.read(self._head_states(), self._positions).index_select(0, last)
         else:
@@ -198,11 +198,11 @@ class _AdaptiveStep:
         return logits
 
     def _pooled(self, last: Tensor) -> Tensor:
-        """[n, D] what the gate reads of these tokens."""
+        """[n, D] the pooled states of these tokens, which the gate reads."""
         return self._decoder.pooled(self._hidden.index_select(0, last))
 
     def _leave(self, deciding: Sequence[ExitDecision], stops: Sequence[NDArray[np.bool_]]) -> None:
-        """Those who exit; what continues a text runs no further, a prompt is read here and goes on."""
+        """Let requests exit: a token that continues a text stops running; a prompt is read here and runs on."""
         gone = np.concatenate([decision.keep(~stop) for decision, stop in zip(deciding, stops, strict=True)])
         if not len(gone):
             return
@@ -218,7 +218,7 @@ class _AdaptiveStep:
             self._cache.leave(self._uploaded(np.sort(running)), self._uploaded(np.flatnonzero(left)))
 
     def _head_states(self) -> Tensor:
-        """[P, D] the states in which every request is read, or would be now."""
+        """[P, D] the states at which every request is read, or would be read now."""
         hidden = self._hidden
         for tokens, states in self._read:
             hidden = hidden.index_copy(0, tokens, states)

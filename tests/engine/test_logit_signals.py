@@ -1,4 +1,4 @@
-"""Signals of a whole vocabulary on the device: the numbers of `exits.signals`, however many rows there are?"""
+"""Signals of a whole vocabulary on the device: the numbers of `readouts.signals`, however many rows there are?"""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from loopscope.engine import exit_decision
+from loopscope.engine import logit_signals
 from loopscope.readouts.readout import find_readout
 from loopscope.readouts.replay import replayed
 from loopscope.readouts.signals import CONVERGENCE
 
-NAMES = exit_decision.LOGIT_SIGNALS
+NAMES = logit_signals.LOGIT_SIGNALS
 ROWS, LOOPS = 23, 5
 
 
@@ -43,8 +43,8 @@ def test_a_recording_has_the_same_numbers(classes: int, missing: bool, monkeypat
     rows = logits.swapaxes(0, 1)
     labels = np.arange(ROWS) % (classes // 2)
     for numbers in (37, 7 * classes, 1 << 24):
-        monkeypatch.setattr(exit_decision, "_CACHED_LOGITS", numbers)
-        signals = exit_decision.logit_signals(torch.from_numpy(logits), torch.from_numpy(labels))
+        monkeypatch.setattr(logit_signals, "_CACHED_LOGITS", numbers)
+        signals = logit_signals.logit_signals(torch.from_numpy(logits), torch.from_numpy(labels))
         assert set(signals) == {"predictions", "label_log_probs", *NAMES}
         assert np.array_equal(signals["predictions"], rows.argmax(axis=-1))
         expected = log_softmax(rows.astype(np.float64), axis=-1)[np.arange(ROWS), :, labels]
@@ -57,10 +57,10 @@ def test_a_recording_has_the_same_numbers(classes: int, missing: bool, monkeypat
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come when they like, and a place that is free again takes another one, at its first loop."""
-    monkeypatch.setattr(exit_decision, "_CACHED_LOGITS", 2 * 50)
+    monkeypatch.setattr(logit_signals, "_CACHED_LOGITS", 2 * 50)
     logits = some_logits(50)
     expected = by_definition(name, logits.swapaxes(0, 1))
-    looking, rng = exit_decision.StreamedSignals([name]), np.random.default_rng(0)
+    looking, rng = logit_signals.StreamedSignals([name]), np.random.default_rng(0)
     waiting = list(range(ROWS))
     at: dict[int, int] = {}  # who is at a place
     loop: dict[int, int] = {}
@@ -86,10 +86,10 @@ def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.Mon
 def test_a_low_precision_is_read_as_it_is_and_a_device_without_double_precision_does_what_it_can(
     logits_in: torch.dtype, sums_in: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exit_decision, "accumulator", lambda device: sums_in)
+    monkeypatch.setattr(logit_signals, "accumulator", lambda device: sums_in)
     logits = torch.from_numpy(some_logits(50)).to(logits_in)
     before = logits.clone()
-    signals = exit_decision.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
+    signals = logit_signals.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
     assert torch.equal(logits, before)
     for name in NAMES:
         expected = by_definition(name, logits.float().numpy().swapaxes(0, 1))
