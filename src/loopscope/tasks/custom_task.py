@@ -82,14 +82,14 @@ def _first_contract_violation(name: str, task: Task) -> list[str]:
     """Return the first violation of the task contract, as a sentence; an empty list if there is none."""
     try:
         with np.errstate(all="ignore"):
-            return [f"The task '{name}' does not fit its contract: {problem}." for problem in islice(_misfits(task), 1)]
+            return [f"The task '{name}' does not fit its contract: {problem}." for problem in islice(_flaws(task), 1)]
     except UserError as error:
         return [str(error)]
     except (Exception, SystemExit) as error:
         return [f"The task '{name}' failed: {reason(error)}."]
 
 
-def _misfits(task: Task) -> Iterator[str]:
+def _flaws(task: Task) -> Iterator[str]:
     """Yield the violations of the task contract, on examples that are drawn and answered several times.
 
     The caller takes only the first: later ones may follow from it, or fail because of it.
