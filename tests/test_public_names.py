@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas
 import pytest
+import torch
 from benchmark_slices import DATA, byte_pairs
 from tiny_language import write_decoder, write_ouro
 
@@ -101,12 +102,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     (setup,) = re.findall(r"```python\n(.*?)```", PAGE.partition("\n## ")[0], re.DOTALL)
     folder = tmp_path_factory.mktemp("examples")
     (folder / "my_model.py").write_text(setup, encoding="utf-8")
-    with patch.dict(sys.modules), patch.object(sys, "path", [str(folder), *sys.path]):
+    with patch.object(sys, "path", [str(folder), *sys.path]):
         sys.modules.pop("my_model", None)  # of another test
+        torch.manual_seed(0)
         module = import_module("my_model")
         write_decoder(folder / "llama", tokenizer=byte_pairs(), eos_token_id=0)
         small = {"folder": folder, "checkpoint": write_ouro(folder / "ouro", byte_pairs()), "llama": folder / "llama"}
         yield {**module.__dict__, **small, "benchmarks": DATA}
+        del sys.modules["my_model"]
 
 
 @pytest.mark.parametrize("name", NAMES)

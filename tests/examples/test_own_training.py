@@ -18,7 +18,7 @@ from loopscope.models.custom_model import MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "your-model.md").read_text()
-SECTION = PAGE[PAGE.index("## Train a model of your own") : PAGE.index("## What the methods must do")]
+SECTION = PAGE[PAGE.index("## Train a custom model") : PAGE.index("## What the methods must do")]
 COMMANDS = [shlex.split(line) for line in re.findall(r"^loopscope (.*)$", SECTION, re.MULTILINE)]
 SMALL = [change for change in TINY if not change.startswith("model.")]
 MODEL = ["model=my_model:LoopedGRU", "model.loops=4"]
