@@ -22,7 +22,7 @@ class Draws:
     seed
         The seed.
     stream
-        The stream (default: 0); a run has one for every batch.
+        The stream (default: 0); a training run has one stream per batch.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class Draws:
         Parameters
         ----------
         size
-            How many numbers.
+            The count of numbers to order.
 
         Returns
         -------
@@ -71,7 +71,7 @@ class Draws:
         Parameters
         ----------
         rows, size
-            How many rows, and how many numbers in each.
+            The number of rows, and the count of numbers in each row.
 
         Returns
         -------
