@@ -81,7 +81,7 @@ class OperatingPoint:
 class Frontier(Tabular):
     """Hold the curve of a readout: accuracy against average loops, at each of G thresholds.
 
-    `sweep` makes it.
+    `sweep` returns this object.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class Frontier(Tabular):
         return _depth_at(self.average_loops, self.accuracy, accuracy)
 
     def threshold_at(self, accuracy: float) -> float | None:
-        """Find the threshold of D@X.
+        """Find the threshold at which the evaluation curve reaches D@X.
 
         Parameters
         ----------

@@ -258,7 +258,7 @@ class ExitPolicy:
         return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"
 
     def save(self, path: str | Path) -> None:
-        """Write the policy as JSON, and the weights of its fitted gate beside it. An existing file is replaced.
+        """Write the policy as JSON, and the weights of its fitted gate beside it. LoopScope replaces an existing file.
 
         Parameters
         ----------
@@ -362,7 +362,7 @@ class ExitPolicy:
             )
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject a full depth that the rule does not fit.
+        """Reject a full depth that does not fit the rule.
 
         Parameters
         ----------

@@ -73,18 +73,18 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 class Comparison(Tabular):
     """Hold the differences of two readouts, the first minus the second, with 95 % intervals.
 
-    `compare` makes it. Printing it shows the sentence and the table.
+    `compare` returns this object. Printing it shows the sentence and the table.
 
     Parameters
     ----------
     selected
-        The difference at the thresholds that validation chose.
+        The difference at the thresholds chosen on validation data.
     depth
-        The difference in D@X; None if no accuracy above chance is reached by both.
+        The difference in D@X; None if the two readouts reach no common accuracy above chance.
     tested
         A description of the test data.
     units
-        The number of units that were resampled.
+        The number of units (examples or sequences) that were resampled.
     without_depth
         The reason why no depth is compared; empty if depths are compared.
 

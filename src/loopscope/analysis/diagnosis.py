@@ -41,7 +41,7 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 class Diagnosis(Tabular):
     """Hold the verdict on a model, and the gaps from which it follows.
 
-    `diagnose` makes it. Printing it shows the sentence and the table.
+    `diagnose` returns this object. Printing it shows the sentence and the table.
 
     Parameters
     ----------

@@ -199,7 +199,7 @@ class Monitor:
     policy
         A calibrated policy.
     alpha
-        The share of streams that may give a false alarm (default: 0.01).
+        The largest share of streams that may give a false alarm (default: 0.01).
     seed
         The random seed for ties between exits, for audits and for the order of recordings.
 
@@ -346,7 +346,7 @@ class Monitor:
         Parameters
         ----------
         path
-            The file; an existing one is replaced.
+            The file; LoopScope replaces an existing file.
         """
         write_json(Path(path), sealed(self._state))
 
@@ -369,7 +369,7 @@ class Monitor:
         Raises
         ------
         UserError
-            If the file was altered, or if it watches another policy.
+            If the file was altered, or if the monitor watches another policy.
         """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")

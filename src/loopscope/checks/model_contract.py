@@ -53,7 +53,7 @@ def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = N
     model
         A looped model in evaluation mode.
     rows
-        Rows of tokens to check with (default: a few random ones of different lengths).
+        Rows of tokens to check with (default: a few random rows of different lengths).
 
     Returns
     -------

@@ -53,7 +53,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--text FILE", continued, type=inputs.text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
     inputs.add_policy_options(parser)
-    rules = f"measure this readout, with --threshold: {inputs.READOUT_NAMES} (repeatable)"
+    rules = f"measure this readout at its --threshold: {inputs.READOUT_NAMES} (repeatable)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--threshold X", "threshold of each --readout, in the same order (repeatable)", action="append")
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: all)"
@@ -152,9 +152,9 @@ def _bench_generation(options: argparse.Namespace) -> None:
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --readout top1 --threshold 0.8 --lossless --plain
 
-    Every policy and cache continues the beginnings of the documents with their real next tokens, so that all process
-    the same tokens. Lossless text is different: the model writes its own tokens, as many of them, and LoopScope
-    compares them with the text of full depth.
+    LoopScope gives the model the beginnings of documents and then their real next tokens, so that every policy and
+    cache processes the same tokens. For lossless text, the model writes as many tokens itself, and LoopScope compares
+    them with the text of full depth.
     """
     if len(options.readout) != len(options.threshold) or not options.policy + options.readout:
         raise UserError("Give a --policy, or every --readout with its --threshold.")

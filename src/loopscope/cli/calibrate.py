@@ -15,10 +15,10 @@ the recording, exiting early loses at most --max-drop against full depth.
 
 LoopScope uses a fifth of the recording (the selection split) to propose thresholds and choose the readout. It tests
 them on the rest. With --grid, another recording proposes the thresholds. If the guarantee cannot be proven, `calibrate`
-says how many examples it needs.
+says how many examples a proof needs.
 
-A guarantee for text holds for one cache. From a recording, it holds for the cache `full`; for another cache, give a
-live run. docs/explanation/guarantees.md lists the assumptions.
+A guarantee for text holds for one cache. If you give a recording, it holds for the cache `full`; for another cache,
+give a live run. docs/explanation/guarantees.md lists the assumptions.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def define(subparsers: Any) -> None:
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: the whole recording tests one "
     methods += "named readout, and an answer that one threshold loses counts as lost at all looser thresholds"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
-    bounds = "test for sequences: betting (default), or hoeffding_bentkus, which uses only their mean loss"
+    bounds = "statistical test for sequences: betting (default), or hoeffding_bentkus, which uses only the mean loss"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recording_argument)
     option(parser, "--per-difficulty", "make the guarantee hold at every difficulty")

@@ -109,15 +109,16 @@ def define(subparsers: Any) -> None:
     option(prompts, "--prompts FILE", "a file of prompts: one per line, or .jsonl")
     rule = parser.add_mutually_exclusive_group()
     option(rule, "--policy FILE", "exit policy (default: the policy saved with the model, or else all loops)")
-    names = f"readout of the exit rule, with --threshold: {inputs.READOUT_NAMES}"
+    names = f"readout of the exit rule (needs --threshold): {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
-    option(parser, "--threshold X", "threshold of --readout at which a token exits")
+    option(parser, "--threshold X", "value of --readout at which a token exits")
     inputs.add_policy_options(parser)
     caches = "keys and values of a token that exited early: computed at every loop (full), copied from its exit loop "
     caches += "to deeper loops (propagate), or one set for all loops (latest; default: the policy's cache, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    option(parser, "--lossless", "write the text of full depth, up to rounding, faster: early exits only draft tokens")
+    drafts = "write the same text as full depth, up to rounding, but faster: early exits only draft tokens"
+    option(parser, "--lossless", drafts)
     option(parser, "--max-new-tokens N", "maximum length of the continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "end the text before this string (repeatable)", action="append", type=_prompt_text)
     heat = "sampling temperature; 0 takes the likeliest token"

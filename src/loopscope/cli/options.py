@@ -223,10 +223,10 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         {"choices": ("page", "paper"), "default": "page"},
     ),
     "--product NAME": (
-        "make only this table, figure or group of them: overview, ouro, paper (repeatable)",
+        "make only this table or figure, or a group of them: overview, ouro, paper (repeatable)",
         {"action": "append"},
     ),
-    "--reference RUN": ("run or folder of recordings to compare with, by path or by name", {}),
+    "--reference RUN": ("run or folder of recordings to compare with, given by path or name", {}),
     "--rounds N": ("number of rounds to measure after the warm-up", {"type": rounds, "default": 5}),
     "--seed N": ("random seed", {"type": whole, "default": 0}),
     "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),

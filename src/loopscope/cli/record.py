@@ -66,7 +66,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "files", "the text files of the recording", **files)
     option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
-    caches = "KV cache to run with: full, propagate (default) or latest"
+    caches = "KV cache of the live run: full, propagate (default) or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="propagate")
     option(parser, "--policy FILE", "run only this policy, on all documents, to check it")
     add_shared(parser, "--max-drop X", "--confidence X")
@@ -130,9 +130,9 @@ def _record_text(options: argparse.Namespace) -> None:
     loopscope record text runs/small-ouro train.txt --split train \\
         --limit 100000 --hidden --out recordings/train
 
-    In a text file, <|endoftext|> separates the documents. In a .jsonl file, every line is a document {"text": ...}.
-    Guarantees count documents, so give many documents. --split names the role of the text; for example, LoopScope
-    rejects calibration on a test recording.
+    In a text file, <|endoftext|> separates the documents. In a .jsonl file, every line is a document {"text": ...}. A
+    guarantee counts documents, not tokens, so give many documents. --split names the role of the text; for example,
+    LoopScope rejects calibration on a test recording.
     """
     out = _recording_folder(options, options.split)
     folder = inputs.find_model(options.model, text=True)
@@ -171,7 +171,7 @@ def _record_live(options: argparse.Namespace) -> None:
     loopscope check rec/check --policy text.json
 
     With the caches `propagate` and `latest`, an early exit changes the keys that later tokens attend to. So a
-    recording, which runs at full depth, cannot show the answers of these tokens. LoopScope uses a fifth of the
+    recording, which is made at full depth, cannot show the answers at these tokens. LoopScope uses a fifth of the
     documents in --recording to select candidates, from cautious to bold. It runs the other documents token by token
     with each candidate. It stops at the first candidate that is not proven to lose at most --max-drop.
     """

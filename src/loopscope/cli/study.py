@@ -70,7 +70,7 @@ def define(subparsers: Any) -> None:
             option(parser, "--tflops X", reached, type=rate)
         if name == "run":
             _add_worker_options(parser)
-            shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device, where cuda means every GPU)"
+            shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device, where cuda means all GPUs)"
             option(parser, "--devices LIST", shared, type=gpu_names)
             parser.excludes("devices", "device", "engine")
         if name == "report":

@@ -61,7 +61,8 @@ def _train_task(options: argparse.Namespace) -> None:
     torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
         --device cuda
 
-    If a run is killed or interrupted, the same command continues it. The result is bit-identical.
+    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
+    without interruption.
     """
     check_run_place(options.out, read_settings(options.settings, options.set))
     _train_with_workers(options, _task_run)
@@ -86,7 +87,8 @@ def _pretrain(options: argparse.Namespace) -> None:
     With --start, the folder of the run becomes a checkpoint of the same kind, with the same tokenizer.
     docs/how-to/training.md describes the TOML file for this case.
 
-    If a run is killed or interrupted, the same command continues it. The result is bit-identical.
+    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
+    without interruption.
     """
     for checkpoint in filter(None, (options.start, options.teacher)):
         find_model(checkpoint)

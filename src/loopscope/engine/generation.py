@@ -43,7 +43,7 @@ class Prompt:
     tokens
         [M] the tokens of the prompt.
     forced
-        Tokens to write next, in place of the model's own choice (default: none).
+        Tokens to write next, instead of the model's own choices (default: none).
     policy
         The exit rule of this prompt (default: the rule for all prompts).
     number
@@ -183,7 +183,7 @@ def stream(
     policy
         The rule by which a token exits (default: every token runs all loops). A prompt's own policy replaces it.
     max_new_tokens
-        The longest continuation (default: 128).
+        The maximum length of a continuation, in tokens (default: 128).
     stop
         Tokens that end a text.
     stopping_criterion
@@ -206,7 +206,7 @@ def stream(
     Returns
     -------
     Iterator[Token]
-        The tokens, as they are ready.
+        The tokens, each as soon as it is ready.
 
     Raises
     ------

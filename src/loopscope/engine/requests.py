@@ -135,7 +135,7 @@ class Request:
 
     @cached_property
     def tokens(self) -> Integers:
-        """Return the trunk after the shared tokens, and all branches, one after the other."""
+        """Return the tokens of the trunk after the shared tokens, and then the tokens of all branches."""
         if not self.scored:
             return self.rows[0][self.shared :]
         tails = (row[self.trunk : end] for row, end in zip(self.rows, self.ran, strict=True))

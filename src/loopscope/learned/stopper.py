@@ -49,7 +49,7 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stopper:
-    """Decide by a forest on all recorded signals of a loop and of the loop before.
+    """Decide on exits with a forest that reads all recorded signals of a loop and of the loop before.
 
     `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on
     by backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting

@@ -134,8 +134,7 @@ class LoopedModel(nn.Module):
     causal: ClassVar[bool] = True
     """Whether a token's state depends only on tokens up to it; then rows with a common prefix can share states."""
     kv_cache: ClassVar[bool] = False
-    """Whether tokens attend to the cached keys and values in `layout.cache`: by `cached_attention`, in every attention
-    layer."""
+    """Whether tokens attend to the cached keys and values in `layout.cache`, through `cached_attention`, in every layer."""
     branches: ClassVar[bool] = False
     """Whether each branch of a row (`layout.host_branches`) sees only the trunk and itself, not the other branches."""
     any_depth: ClassVar[bool] = True
@@ -281,7 +280,7 @@ class LoopedModel(nn.Module):
         """
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Read the state as the head and the gate do.
+        """Read the state in the form in which the head and the gate read it.
 
         Parameters
         ----------
@@ -298,7 +297,7 @@ class LoopedModel(nn.Module):
         return state.at(positions)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Compute what `predict` reads: `pooled`, unless the model does more before its head.
+        """Compute the input of `predict`: `pooled`, unless the model has more layers before its head.
 
         Parameters
         ----------
@@ -556,7 +555,7 @@ class LoopedModel(nn.Module):
         num_loops
             The number of loops (default: all).
         cache
-            A function of the loop that returns the cached tokens before the rows (default: none).
+            A function from a loop to the cached tokens that precede the rows (default: none).
 
         Returns
         -------
@@ -701,8 +700,8 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 class SimpleLoopedModel(LoopedModel):
     """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt with a gate.
 
-    LoopScope can record, diagnose, calibrate and run such a model row by row. Text and questions with choices need a KV
-    cache and branches; for these, derive from `LoopedModel`.
+    LoopScope can record, diagnose and calibrate such a model, and run it row by row. Text and questions with choices
+    need a KV cache and branches; for these, derive from `LoopedModel`.
 
     A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. With a
     gate, it also defines `halt`.

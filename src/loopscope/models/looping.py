@@ -95,7 +95,7 @@ def loop(
     Returns
     -------
     LoopedCheckpoint
-        The looped checkpoint's path, depth and cost.
+        The path, the depth and the cost of the looped checkpoint.
 
     Raises
     ------

@@ -103,7 +103,7 @@ def record_benchmark(
     shots
         The number of few-shot examples per question (default: the benchmark's own number).
     shard
-        (k, n) takes every n-th question, beginning with question k (default: all questions).
+        (k, n) takes every n-th question, beginning with question k, counted from 0 (default: all questions).
     hidden
         Whether to keep the pooled states in the recording (default: no).
     mean

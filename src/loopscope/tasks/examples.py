@@ -35,7 +35,7 @@ class Draws:
         self._bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
 
     def integers(self, bounds: Integers) -> Integers:
-        """Draw one integer below each bound.
+        """Draw one random integer from 0 to each bound minus 1.
 
         Parameters
         ----------
@@ -66,7 +66,7 @@ class Draws:
         return np.argsort(self._bits.random_raw(size), kind="stable")
 
     def permutations(self, rows: int, size: int) -> Integers:
-        """Draw a random order in every row.
+        """Draw a separate random order for every row.
 
         Parameters
         ----------

@@ -125,7 +125,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @abstractmethod
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
-        """Draw one input of each difficulty.
+        """Draw one input for each given difficulty.
 
         Parameters
         ----------
@@ -222,11 +222,11 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def positions(self) -> int:
-        """Return the number of positions that training needs."""
+        """Return the number of token positions that the longest training example needs."""
         return int(np.max(self.length(np.asarray(self.levels))))
 
     def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        """Draw one example of each difficulty.
+        """Draw one example for each given difficulty.
 
         Parameters
         ----------
