@@ -134,8 +134,8 @@ class LoopedModel(nn.Module):
     causal: ClassVar[bool] = True
     """Whether a token's state depends only on tokens up to it; then rows with a common prefix can share states."""
     kv_cache: ClassVar[bool] = False
-    """Whether tokens attend to the cached keys and values in `layout.cache`, through `cached_attention` in every attention
-    layer."""
+    """Whether tokens attend to the cached keys and values in `layout.cache`, through `cached_attention` in every
+    attention layer."""
     branches: ClassVar[bool] = False
     """Whether each branch of a row (`layout.host_branches`) sees only the trunk and itself, not the other branches."""
     any_depth: ClassVar[bool] = True
