@@ -47,7 +47,7 @@ class TransferResult:
     readout, threshold
         The readout and the threshold of the rule.
     gap
-        The difference in D@X, with thresholds chosen on the other model's validation data.
+        The difference in D@X, for thresholds over the range of the other model's validation data.
     accuracy, average_loops
         The results at the threshold of the rule.
     selected
@@ -97,7 +97,8 @@ def transfer(
 ) -> list[TransferResult]:
     """Replay every model's exit rules on the test data of every model, beginning with its own.
 
-    The rules of a model are: its best readout that is not a gate, its own gate, its fitted gates, and its stoppers.
+    The rules of a model are: its best readout that is not a gate, its own gate, its fitted gates and stoppers, and
+    stoppers that LoopScope fits to its validation recording.
 
     Parameters
     ----------
@@ -113,7 +114,7 @@ def transfer(
     Returns
     -------
     list[TransferResult]
-        A result for every rule on the test data of every model.
+        One result for each rule on the test data of each model.
 
     Raises
     ------

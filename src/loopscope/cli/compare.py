@@ -6,8 +6,8 @@ loopscope compare runs/demo/linear-gate gate margin \\
 # recorded with --hidden
 loopscope compare runs/mine gate:linear margin --fitted gates/linear
 
-LoopScope compares the two readouts at the thresholds chosen on validation data. With --at, it also compares the
-smallest depth at which each readout reaches the given accuracy. With --with, the second readout runs on another model's
+LoopScope compares the two readouts at the thresholds chosen on validation data. It also compares the smallest depth at
+which each readout reaches the target accuracy (--at). With --with, the second readout runs on another model's
 recordings of the same examples.
 """
 

@@ -190,9 +190,9 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     latency
         The runs whose exits are timed, at every seed.
     runs
-        Tables of runs.
+        The tables `[[parts.runs]]`.
     gates
-        The table of fitted gates.
+        The table of gates to fit.
     extrapolation_examples
         The number of examples that are harder than those of training (default: the size of the test split).
     guarantees
@@ -283,9 +283,9 @@ class Study(Settings, frozen=True, kw_only=True):
     products
         Names of products of the report (tables and figures), or of groups of them.
     parts
-        Tables of runs.
+        The tables `[[parts]]`.
     checkpoints
-        Tables of existing checkpoints.
+        The tables `[[checkpoints]]`.
     transfer
         Names or patterns of runs, such as `mano-*-s0`; the exit rules of each are replayed on the others.
     """

@@ -225,7 +225,7 @@ class Training(Settings, frozen=True, kw_only=True):
     validate_every
         The number of steps between two validations.
     validation_sample
-        The number of validation examples that are used during training.
+        The number of validation examples on which each validation runs.
     accumulate
         The number of parts into which a batch is divided; they run one after the other (default: 1).
     checkpointing
@@ -261,13 +261,13 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     task
-        The table of the task.
+        The table `[task]`.
     model
-        The table of the model.
+        The table `[model]`.
     objective
-        The table of the objective.
+        The table `[objective]`.
     training
-        The table of training.
+        The table `[training]`.
     """
 
     task: BuiltInTask
@@ -372,15 +372,15 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     model
-        The table of the model.
+        The table `[model]`.
     vocab_size
         The number of tokens of the new tokenizer.
     context
         The number of tokens per window.
     objective
-        The table of the objective.
+        The table `[objective]`.
     training
-        The table of training.
+        The table `[training]`.
     """
 
     model: OuroShape = OuroShape()
@@ -422,11 +422,11 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
         The loop of the teacher whose logits are the targets. At loop 1, a looped Llama is the model that it was made
         from.
     objective
-        The table of the objective.
+        The table `[objective]`.
     adapters
-        The table of adapters (default: all weights are trained).
+        The table `[adapters]` (default: all weights are trained).
     training
-        The table of training.
+        The table `[training]`.
     loops
         The number of loops at full depth (default: as in the checkpoint).
     """
