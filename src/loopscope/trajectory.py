@@ -200,7 +200,7 @@ class Trajectory:
 
     @cached_property
     def cross_entropy(self) -> Array:
-        """Return [N, T] minus the log-probability of the label."""
+        """Return [N, T] the negative log-probability of the label."""
         if self.label_log_probs is not None:
             return -self.label_log_probs.astype(np.float64)
         if self.logits is None:

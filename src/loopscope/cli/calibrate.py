@@ -56,13 +56,23 @@ def define(subparsers: Any) -> None:
     readouts = f"readout of the exit rule: auto (default: takes the one with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--fitted DIR")
-    option(parser, "--cache MODE", "KV cache for which a guarantee for text must hold", choices=get_args(CacheMode))
+    option(
+        parser,
+        "--cache MODE",
+        "KV cache for which the guarantee must hold, if it is for text",
+        choices=get_args(CacheMode),
+    )
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: the whole recording tests one "
     methods += "named readout, and an answer that one threshold loses counts as lost at all looser thresholds"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "statistical test for sequences: betting (default), or hoeffding_bentkus, which uses only the mean loss"
     option(parser, "--bound", bounds, choices=BOUNDS)
-    option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recording_argument)
+    option(
+        parser,
+        "--grid RECORDING",
+        "recording that proposes the thresholds, instead of a fifth of this one",
+        type=inputs.recording_argument,
+    )
     option(parser, "--per-difficulty", "make the guarantee hold at every difficulty")
     option(parser, "--unseen", "make the guarantee hold for inputs that are not in the training data")
     once = parser.add_mutually_exclusive_group()

@@ -10,7 +10,7 @@ loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
 The model is a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3, in the layout of the Hub or as a GGUF file. The first layers
 (--prelude) run once, and the next layers (--core) run in every loop. The remaining layers and the head run at every
 exit. --drop counts layers from 0; --prelude and --core count only layers that are kept. If no layer is dropped and the
-damping is 1, loop 1 is the original model. This verb trains nothing.
+damping is 1, loop 1 is the original model. LoopScope trains nothing here.
 """
 
 import argparse

@@ -90,9 +90,9 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     set
         Changes of settings as a.b=c; they apply after those of the part.
     fit
-        Whether the part's gates are fitted to these trajectories.
+        Whether to fit the gates of the part to the trajectories of these runs.
     extrapolate
-        Whether to record also examples that are harder than those of training.
+        Whether to also record examples that are harder than those of training.
     name
         The name of a single run (default: made from its settings).
     """
@@ -136,9 +136,9 @@ class Gates(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     kind
-        Kinds of gates.
+        Kinds of gates to fit.
     objective
-        Objectives of gates.
+        Objectives of the gates.
     pairing
         The step that `utility` judges, as in the settings of a fitted gate.
     examples
@@ -186,7 +186,7 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     unseen
         Whether to count only examples that are not in the training data.
     reference
-        The run with which the others are compared; each is compared with the run of the same seed.
+        The run whose trajectory the other runs are compared with, always at the same seed.
     latency
         The runs whose exits are timed, at every seed.
     runs
@@ -194,7 +194,7 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     gates
         The table of gates to fit.
     extrapolation_examples
-        The number of examples that are harder than those of training (default: the size of the test split).
+        The number of harder examples that runs with `extrapolate` record (default: the size of the test split).
     guarantees
         Tables of guarantees to calibrate for every run.
     """
@@ -287,7 +287,7 @@ class Study(Settings, frozen=True, kw_only=True):
     checkpoints
         The tables `[[checkpoints]]`.
     transfer
-        Names or patterns of runs, such as `mano-*-s0`; the exit rules of each are replayed on the others.
+        Names or patterns of runs, such as `mano-*-s0`; the exit rules of each run are replayed on the others.
     """
 
     title: str

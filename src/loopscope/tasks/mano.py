@@ -23,7 +23,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     Parameters
     ----------
     modulus
-        The modulus.
+        The modulus of the arithmetic.
     operators
         The operators, each as one character.
     max_operations

@@ -59,7 +59,7 @@ class LoopLosses:
     detached_gate_logits
         The same halt logits, but with gradients that reach only the gate, not the trunk.
     steps
-        The number of all steps of the run.
+        The total number of steps of the run.
 
     Examples
     --------

@@ -199,7 +199,7 @@ class Training(Settings, frozen=True, kw_only=True):
     batch_size
         The number of examples, or of windows of text, per step.
     seed
-        The seed of the initialisation and the batch order; the table of the task has the seeds of the data.
+        The seed of the initialisation and the batch order; the table `[task]` has the seeds of the data.
     learning_rate
         The peak learning rate of AdamW, at the end of the warm-up.
     min_learning_rate
