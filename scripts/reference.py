@@ -38,7 +38,7 @@ _LARGE = 1e5
 SETTINGS: dict[str, tuple[str, list[tuple[str, type[msgspec.Struct]]]]] = {
     "A run on a task": (
         f"`loopscope train SETTINGS` and `ls.train` take a preset ({', '.join(f'`{name}`' for name in presets())}) or "
-        "a TOML file with these tables. `--set training.steps=300` changes one of them.",
+        "a TOML file with these tables. `--set training.steps=300` changes one setting.",
         [
             ("The file", RunSettings),
             ("`[task]`: every task", Splits),
@@ -99,7 +99,7 @@ def command_line() -> str:
     examples = re.sub(r"(?m)^(\S.*:)$", r"# \1", re.sub(r"(?m)^  ", "", intro))
     parts = [
         "# Command line",
-        f"{_GENERATED} from the parser. `loopscope VERB --help` prints the same for one verb.",
+        f"{_GENERATED} from the parser. `loopscope VERB --help` prints the part for one verb.",
         f"```sh\n{examples}\n```",
         _table(["verb", "what it does"], [[f"[`{name}`](#{_anchor(name)})", text] for name, text in _listed(parser)]),
     ]

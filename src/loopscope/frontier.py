@@ -48,9 +48,9 @@ class OperatingPoint:
     policy
         The readout with this threshold.
     accuracy, average_loops
-        Its results on evaluation data.
+        The results of the policy on evaluation data.
     calibration_accuracy, calibration_average_loops
-        Its results on calibration data, which chose it.
+        The results of the policy on calibration data.
 
     Examples
     --------
@@ -73,28 +73,28 @@ class OperatingPoint:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Order points by their calibration results: the most accurate first, then fewer loops."""
+        """Order points by calibration accuracy (highest first), then by loops (fewest first)."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Frontier(Tabular):
-    """Hold the curve of a readout: accuracy against average loops, a point for each of G thresholds.
+    """Hold the curve of a readout: accuracy against average loops, at each of G thresholds.
 
-    `sweep` makes it.
+    `sweep` returns this object.
 
     Parameters
     ----------
     readout
         The readout's name.
     thresholds
-        [G] in the order of the grid; NaN for a readout without thresholds.
+        [G] thresholds in the order of the grid; NaN for a readout without thresholds.
     accuracy, average_loops
-        [G] on evaluation data.
+        [G] results on evaluation data.
     calibration_accuracy, calibration_average_loops
-        [G] on calibration data, on which choices may rest.
+        [G] results on calibration data, which you may use to choose a threshold.
     scope
-        The model and the kind of decisions that were recorded.
+        The recorded model and the kind of its decisions.
 
     Examples
     --------
@@ -131,7 +131,7 @@ class Frontier(Tabular):
         Returns
         -------
         FrontierPlot
-            A chart, which `save` writes to a file.
+            The chart; `save` writes it to a file.
         """
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
@@ -147,7 +147,7 @@ class Frontier(Tabular):
         return {"threshold": self.thresholds.tolist(), **{name: getattr(self, name).tolist() for name in names}}
 
     def depth_at(self, accuracy: float) -> float | None:
-        """Read D@X: the least average loops on the evaluation curve that reach an accuracy.
+        """Read D@X: the smallest average loops at which the evaluation curve reaches an accuracy.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Frontier(Tabular):
         return _depth_at(self.average_loops, self.accuracy, accuracy)
 
     def threshold_at(self, accuracy: float) -> float | None:
-        """Find the threshold of D@X.
+        """Find the threshold at which the evaluation curve reaches D@X.
 
         Parameters
         ----------
@@ -190,7 +190,7 @@ class Frontier(Tabular):
         return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
 
     def calibration_depth_at(self, accuracy: float) -> float | None:
-        """Read D@X on the calibration curve, on which a choice may rest.
+        """Read D@X on the calibration curve, which you may use to choose a threshold.
 
         Parameters
         ----------
@@ -210,12 +210,12 @@ class Frontier(Tabular):
         return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
 
     def select(self) -> OperatingPoint:
-        """Choose a point on calibration data: the most accurate, then the one with fewer loops.
+        """Choose the most accurate point on calibration data; among equals, the point with the fewest loops.
 
         Returns
         -------
         OperatingPoint
-            Its policy, and its results on both data sets.
+            The policy of the point, and its results on both data sets.
         """
         best = _most_accurate(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
@@ -229,9 +229,9 @@ class Frontier(Tabular):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FrontierPlot:
-    """Show curves of accuracy against average loops.
+    """Draw curves of accuracy against average loops.
 
-    `Frontier.plot` makes it. A notebook shows it; `save` writes it to a file.
+    `Frontier.plot` makes the chart. A notebook shows it; `save` writes it to a file.
 
     Parameters
     ----------
@@ -281,12 +281,12 @@ class FrontierPlot:
         Parameters
         ----------
         path
-            A file that ends in .png, .svg or .pdf.
+            A file whose name ends in .png, .svg or .pdf.
 
         Raises
         ------
         UserError
-            If the file has another ending, or if the extra is not installed.
+            If the name has another ending, or if the extra is not installed.
         """
         place = Path(path)
         kind = place.suffix.removeprefix(".")
@@ -317,18 +317,19 @@ def _checked_accuracy(value: float) -> float:
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
-    """Sweep the thresholds of a readout: how many loops does each take, and how accurate is it?
+    """Sweep the thresholds of a readout, and measure the accuracy and the average loops of each.
 
     Parameters
     ----------
     readout
-        A name in `READOUTS`, or `gate:NAME` or `stopper:NAME` of an attached gate or stopper.
+        A name in `READOUTS`; for an attached gate or stopper, `gate:NAME` or `stopper:NAME`.
     calibration
-        The recording that gives the thresholds.
+        The recording from which the thresholds are taken.
     evaluation
-        Another recording of the same model, on which they are measured.
+        Another recording of the same model, on which the thresholds are measured.
     grid
-        "fine" (the default) has so many thresholds that their steps do not matter; "paper" has the paper's.
+        "fine" (the default) has so many thresholds that the distance between them does not matter; "paper" has the
+        thresholds of the paper.
 
     Returns
     -------
@@ -338,7 +339,7 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
     Raises
     ------
     UserError
-        If the two recordings share examples, are of different models, or lack what the readout reads.
+        If the two recordings share examples, are of different models, or lack the arrays that the readout reads.
 
     Examples
     --------

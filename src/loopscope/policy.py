@@ -178,23 +178,23 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False)
 class ExitPolicy:
-    """Join a readout and a threshold to an exit rule, for replay and for live runs.
+    """Combine a readout and a threshold into an exit rule, for replays and for live runs.
 
-    A calibrated policy carries a certificate. LoopScope rejects it for other models and other kinds of decisions than
-    those in its scope.
+    A calibrated policy carries a certificate. LoopScope rejects such a policy for models and kinds of decisions outside
+    its scope.
 
     Parameters
     ----------
     readout
-        A name in `READOUTS`, `gate:NAME` or `stopper:NAME`.
+        A name in `READOUTS`, or `gate:NAME` or `stopper:NAME`.
     threshold
-        The value at which a row exits; for `fixed` the loop (from 1). `oracle` takes none.
+        The value at which a row exits; for `fixed`, the loop (from 1). `oracle` takes no threshold.
     gate
         The fitted gate or stopper of the readout (default: none). A live run needs it.
     scope
-        The model and the kind of decisions that it is for (default: any).
+        The model and the kind of decisions for which the policy holds (default: any).
     certificate
-        What calibration found (default: nothing is guaranteed).
+        The results of calibration (default: no guarantee).
 
     Raises
     ------
@@ -231,17 +231,17 @@ class ExitPolicy:
 
     @property
     def guarantee(self) -> Guarantee | None:
-        """Return what calibration guarantees; None for a policy that guarantees nothing."""
+        """Return the guarantee from calibration; None for a policy that guarantees nothing."""
         return None if self.certificate is None else self.certificate.guarantee
 
     @property
     def model(self) -> str | None:
-        """Return the hash of the weights and configuration for which it was chosen; None if it names no model."""
+        """Return the hash of the weights and configuration for which the policy holds; None if it names no model."""
         return self.scope.model
 
     @property
     def cache(self) -> CacheMode:
-        """Return the KV cache with which it writes text: the one that it was calibrated for, or `full`."""
+        """Return the KV cache with which the policy writes text: the cache of its calibration, or `full`."""
         return self.scope.cache or "full"
 
     @property
@@ -258,7 +258,7 @@ class ExitPolicy:
         return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"
 
     def save(self, path: str | Path) -> None:
-        """Write the policy as JSON, and the weights of its fitted gate beside it. An existing file is replaced.
+        """Write the policy as JSON, and the weights of its fitted gate beside it. LoopScope replaces an existing file.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class ExitPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a policy file and check the weights of its gate against their hash.
+        """Read a policy file, and check the weights of its gate against their hash.
 
         Parameters
         ----------
@@ -301,7 +301,7 @@ class ExitPolicy:
         Raises
         ------
         UserError
-            If the file is no policy or was altered, or if its readout is not known here.
+            If the file is not a policy or was altered, or if its readout is not registered.
         """
         place = Path(path)
         return read_whole(place, lambda: cls._read(place))
@@ -323,23 +323,23 @@ class ExitPolicy:
         return cls(file.readout, file.threshold, gate, file.scope, file.certificate)._as_defined()
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
-        """Reject another model, another full depth or another kind of decisions than the policy is for.
+        """Reject a model, a full depth or a kind of decisions for which the policy does not hold.
 
-        Values that one side does not know are not compared.
+        A value that is unknown on one side is not compared.
 
         Parameters
         ----------
         weights
             The hash of the model's weights; None if unknown.
         num_loops
-            Full depth.
+            Full depth of the model.
         here
-            The kind of decisions.
+            The kind of decisions to make.
 
         Raises
         ------
         UserError
-            If one of them differs.
+            If one of these values differs.
         """
         self._as_defined()
         self.scope.check(here)
@@ -362,17 +362,17 @@ class ExitPolicy:
             )
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject a full depth that the rule does not fit.
+        """Reject a full depth that does not fit the rule.
 
         Parameters
         ----------
         num_loops
-            Full depth.
+            Full depth of the model.
 
         Raises
         ------
         UserError
-            If a fixed depth lies beyond it, or if a stopper was fitted to another.
+            If a fixed depth exceeds the full depth, or if a stopper was fitted to another full depth.
         """
         if isinstance(self.gate, Stopper):
             self.gate.check_depth(num_loops)
@@ -389,7 +389,7 @@ class ExitPolicy:
         return self
 
     def for_any_model(self) -> Self:
-        """Give up the certificate, so that the rule can be used with any model.
+        """Drop the certificate, so that any model can use the rule.
 
         Returns
         -------
@@ -403,12 +403,12 @@ class ExitPolicy:
         return replace(self, gate=gate, scope=scope, certificate=None)
 
     def for_stored_weights(self, weights: str) -> Self:
-        """Return the same policy for the same model, whose weights were saved again and have another hash.
+        """Return the same policy for the same model after its weights were saved again with another hash.
 
         Parameters
         ----------
         weights
-            The hash of the weights as they were saved.
+            The hash of the saved weights.
 
         Returns
         -------
@@ -422,14 +422,14 @@ class ExitPolicy:
         return replace(self, gate=gate, scope=scope)
 
     def exit_loops(self, recording: Trajectory | None = None, **arrays: Any) -> NDArray[np.int64]:
-        """Replay the policy: at which loop does every example exit?
+        """Replay the policy, and return the loop at which each example exits.
 
         Parameters
         ----------
         recording
-            The recording to replay it on. Leave it out to give arrays.
+            The recording to replay the policy on. Omit it if you pass arrays.
         **arrays
-            The arrays of a `Trajectory` in place of a recording, such as `logits=` [N, T, V] or `gate_logits=` [N, T].
+            The arrays of a `Trajectory` instead of a recording, such as `logits=` [N, T, V] or `gate_logits=` [N, T].
 
         Returns
         -------
@@ -439,7 +439,7 @@ class ExitPolicy:
         Raises
         ------
         UserError
-            If the recording is of another model than the policy, or lacks what the readout reads.
+            If the recording is of another model than the policy, or lacks the arrays that the readout reads.
         """
         if recording is not None and arrays:
             raise UserError("Give a recording or arrays, not both.")
@@ -450,7 +450,7 @@ class ExitPolicy:
         return stops.argmax(axis=1) + 1
 
     def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """Tell at which loops the rule is met, whether or not a row exited before.
+        """Find the loops at which the rule is met, even if a row exited before.
 
         Parameters
         ----------
@@ -460,7 +460,7 @@ class ExitPolicy:
         Returns
         -------
         NDArray[np.bool_]
-            [N, T]; a signal that is NaN never meets it.
+            [N, T] whether the rule is met; a signal that is NaN never meets it.
         """
         return self.decide(self.values(trajectory))
 
@@ -492,7 +492,7 @@ class ExitPolicy:
         Returns
         -------
         NDArray[np.bool_]
-            Whether each meets the rule, in the same shape.
+            Whether each value meets the rule, in the same shape.
         """
         threshold = ORACLE_THRESHOLD if self.threshold is None else self.threshold
         return values >= threshold if required_readout(self.readout).exits == "above" else values <= threshold

@@ -68,39 +68,41 @@ class RecordingContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trajectory:
-    """Hold one recording: what a model says at each of T loops about each of N examples.
+    """Hold one recording: the outputs of a model at each of T loops for each of N examples.
 
-    Arrays are NumPy's, or tensors of PyTorch. They are checked once, here, and are read-only from then on.
+    Pass NumPy arrays or PyTorch tensors. LoopScope checks the arrays once, and makes them read-only.
 
     Parameters
     ----------
     logits
-        [N, T, V] the logits of V classes. A class that an example does not have is -inf at every loop.
+        [N, T, V] the logits of V classes. For a class that an example does not have, the logit is -inf at every loop.
     labels
-        [N] the right class, from 0 on.
+        [N] the right class, counted from 0.
     difficulty
-        [N] a number by which tables and figures are split.
+        [N] one number per example; reports split tables and figures by it.
     hidden
         [N, T, D] pooled states, for the readouts and fitted gates that read them.
     gate_logits
         [N, T] halt logits of the model's own gate. Their sigmoid is the probability of halting at a loop, given that
         the row did not halt before. The last loop always halts.
     split
-        "train", "validation", "test" or "extrapolation". LoopScope chooses no threshold on the last two.
+        "train", "validation", "test" or "extrapolation". LoopScope never chooses thresholds on "test" or
+        "extrapolation".
     predictions, label_log_probs
-        [N, T] in place of logits: the predicted class and the log-probability of the label.
+        [N, T] instead of logits: the predicted class and the log-probability of the label.
     signals
         Values [N, T] of readouts, by name.
     seen
-        [N] whether training had this input.
+        [N] whether the input is in the training data.
     sequences
-        [N] the number of the request that a decision belongs to, if a request makes many decisions.
+        [N] the number of the request to which a decision belongs, if a request makes many decisions.
     norms
-        [N, V] the characters of every choice of a question.
+        [N, V] the number of characters in each choice of a question.
     examples
         The N inputs as text.
     provenance
-        What was recorded. With "weights_sha256", the hash of the weights, LoopScope rejects policies of other models.
+        The origin of the recording. If it has "weights_sha256", the hash of the weights, LoopScope rejects policies of
+        other models.
 
     Raises
     ------
@@ -193,12 +195,12 @@ class Trajectory:
 
     @property
     def required_labels(self) -> Array:
-        """Return [N] the labels; raise `UserError` if there are none."""
+        """Return [N] the labels; raise `UserError` if the recording has no labels."""
         return require_labels(self.labels)
 
     @cached_property
     def cross_entropy(self) -> Array:
-        """Return [N, T] minus the log-probability of the label."""
+        """Return [N, T] the negative log-probability of the label."""
         if self.label_log_probs is not None:
             return -self.label_log_probs.astype(np.float64)
         if self.logits is None:
@@ -213,7 +215,7 @@ class Trajectory:
 
     @cached_property
     def sha256(self) -> str:
-        """Return a hash of everything but the hidden states, the signals and the texts."""
+        """Return a hash of the recording, without the hidden states, the signals and the texts."""
         sha = hashlib.sha256()
         for name, value in self._arrays.items():
             if name != "hidden":
@@ -227,7 +229,7 @@ class Trajectory:
         Parameters
         ----------
         rows
-            Indices, or a mask [N].
+            The indices of the examples, or a mask [N].
 
         Returns
         -------
@@ -237,7 +239,7 @@ class Trajectory:
         Raises
         ------
         UserError
-            If the rows are neither.
+            If the rows are neither indices nor a mask.
         """
         chosen = self._row_numbers(as_array(rows, "rows"))
         return type(self)(
@@ -254,7 +256,7 @@ class Trajectory:
         Parameters
         ----------
         signals
-            Values [N, T] by names that begin with `gate:` or `stopper:`.
+            Values [N, T], by names that begin with `gate:` or `stopper:`.
         provenance
             The provenance of the new recording.
 
@@ -284,7 +286,7 @@ class Trajectory:
         return chosen
 
     def unseen(self) -> Self:
-        """Select the examples that training did not have.
+        """Select the examples that are not in the training data.
 
         Returns
         -------
@@ -294,7 +296,7 @@ class Trajectory:
         Raises
         ------
         UserError
-            If the recording does not say which they are, or has none.
+            If the recording does not mark the training inputs, or has no unseen examples.
         """
         if self.seen is None or self.seen.all():
             why = "does not say which examples training had" if self.seen is None else "has none that training had not"
@@ -306,9 +308,9 @@ class Trajectory:
 
     @cached_property
     def units(self) -> NDArray[np.int64] | None:
-        """Return [N] the number of the sequence or the repeated input that an example belongs to.
+        """Return [N] the number of the sequence or the repeated input to which an example belongs.
 
-        None means that every example was drawn by itself.
+        None means that every example was drawn independently.
         """
         wholes = self.examples if self.sequences is None else self.sequences.tolist()
         if wholes is None:
@@ -328,9 +330,9 @@ class Trajectory:
         Parameters
         ----------
         alone
-            Keep only inputs that occur once (default: one of each).
+            Whether to keep only inputs that occur once (default: keep one copy of each input).
         ordered
-            Keep the order of the recording (default: an order drawn at random, always the same).
+            Whether to keep the order of the recording (default: use a random order, which is always the same).
 
         Returns
         -------
@@ -356,9 +358,9 @@ class Trajectory:
 
     @cached_property
     def copies(self) -> NDArray[np.int64] | None:
-        """Return [N] the number of the input that an example seems to copy, told by its scores.
+        """Return [N] the number of the input that an example seems to copy, judged by its scores.
 
-        None if the inputs are known, or if there are fewer than two examples of an input on average.
+        None if the inputs are known, or if there are fewer than two examples per input on average.
         """
         if self.examples is not None or self.sequences is not None:
             return None
@@ -381,7 +383,7 @@ class Trajectory:
 
     @cached_property
     def row_keys(self) -> dict[str, RowKeys]:
-        """Return the keys by which examples are recognised: texts, rounded scores, predictions; the surest first."""
+        """Return the keys that identify examples: texts, rounded scores and predictions, the most reliable first."""
         keys = {} if self.examples is None or self.sequences is not None else {"texts": text_keys(self.examples)}
         if self.labels is not None and not (self.logits is None and self.label_log_probs is None):
             whole = np.stack([self.labels, self.predicted[:, -1]], axis=1)
@@ -397,13 +399,13 @@ class Trajectory:
 
     @property
     def row_sketch(self) -> dict[str, KeySketch]:
-        """Return a sample of `row_keys`, small enough for a file; `num_shared` takes it in place of the recording."""
+        """Return a sample of `row_keys`, small enough for a file; `num_shared` takes it instead of the recording."""
         return {kind: keys.sketch() for kind, keys in self.row_keys.items()}
 
     def num_shared(self, other: "Trajectory | Mapping[str, KeySketch]") -> int:
-        """Count the examples that another recording also holds, beyond chance.
+        """Count the examples that another recording also holds, without matches that chance explains.
 
-        Examples are recognised by their texts if both recordings have them, else by rounded answers.
+        LoopScope identifies examples by their texts if both recordings have texts, and otherwise by rounded answers.
 
         Parameters
         ----------
@@ -413,7 +415,7 @@ class Trajectory:
         Returns
         -------
         int
-            The number of shared examples of this recording.
+            The number of examples of this recording that the other recording also holds.
         """
         theirs = (
             other.row_keys
@@ -454,7 +456,7 @@ class Trajectory:
         return np.allclose(self.logits, other.logits, rtol=1e-3, atol=1e-3)
 
     def save(self, folder: str | Path) -> None:
-        """Write the recording to a folder, whole or not at all. An existing recording is replaced.
+        """Write the recording to a folder, whole or not at all. LoopScope replaces an existing recording.
 
         Parameters
         ----------
@@ -464,7 +466,7 @@ class Trajectory:
         Raises
         ------
         UserError
-            If the folder holds something else.
+            If the folder holds anything but a recording.
         """
         arrays = {name: values for name, values in self._arrays.items() if name != "hidden"}
         arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
@@ -479,7 +481,7 @@ class Trajectory:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read a recording and check every file against its hash.
+        """Read a recording, and check every file against its hash.
 
         Parameters
         ----------

@@ -73,20 +73,20 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 class Comparison(Tabular):
     """Hold the differences of two readouts, the first minus the second, with 95 % intervals.
 
-    `compare` makes it. Printing it shows the sentence and the table.
+    `compare` returns this object. Printing it shows the sentence and the table.
 
     Parameters
     ----------
     selected
-        The difference at the thresholds that validation chose.
+        The difference at the thresholds chosen on validation data.
     depth
-        The difference in D@X; None if the two reach no accuracy above chance together.
+        The difference in D@X; None if the two readouts reach no common accuracy above chance.
     tested
-        The test data in words.
+        A description of the test data.
     units
-        The number of units that were resampled.
+        The number of units (examples or sequences) that were resampled.
     without_depth
-        Why no depth is compared; empty if it is.
+        The reason why no depth is compared; empty if depths are compared.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class Comparison(Tabular):
 
     @property
     def verdict(self) -> str:
-        """Name the better readout, as far as the intervals tell."""
+        """Name the better readout, if the intervals show a difference."""
         if self.without_depth:
             return self.without_depth
         if self.units < MIN_UNITS:
@@ -114,7 +114,7 @@ class Comparison(Tabular):
 
     @property
     def sentence(self) -> str:
-        """Return the verdict, and what was compared."""
+        """Return a sentence with the verdict and the compared data."""
         both = self.selected
         return (
             f"{self.verdict} Compared on {self.tested}, of which {both.only_first_right:,} are right with {both.first} "
@@ -206,21 +206,22 @@ def compare(
     Parameters
     ----------
     validation, test
-        Recordings of a model: the first chooses thresholds, the second measures.
+        Recordings of a model. LoopScope chooses thresholds on the first and measures on the second.
     first, second
         Names of readouts.
     other
-        Validation and test recordings of another model, of the same examples. The second readout runs on them (default:
-        on the same model).
+        Validation and test recordings of another model on the same examples, for the second readout (default: both
+        readouts use the same recordings).
     target
-        The accuracy of D@X, or a `Target` (default: 1 point below full depth, of the lower model).
+        The accuracy X of D@X, or a `Target` (default: 1 point below the full-depth accuracy of the less accurate
+        model).
     other_name, name
-        Names of the two models for the sentence.
+        Names of the two models, which appear in the sentence.
 
     Returns
     -------
     Comparison
-        The first minus the second, in accuracy, in loops and in D@X.
+        The differences in accuracy, in loops and in D@X: the first readout minus the second.
 
     Raises
     ------

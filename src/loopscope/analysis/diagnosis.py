@@ -39,18 +39,18 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Tabular):
-    """Hold the verdict on a model, and the gaps that it rests on.
+    """Hold the verdict on a model, and the gaps from which it follows.
 
-    `diagnose` makes it. Printing it shows the sentence and the table.
+    `diagnose` returns this object. Printing it shows the sentence and the table.
 
     Parameters
     ----------
     target
         The accuracy at which depths are compared.
     chance
-        The accuracy of an answer that knows nothing.
+        The accuracy of guessing: at random, or always the most common label.
     best_readout
-        The readout that validation data choose.
+        The best readout on validation data.
     readout_gap, trajectory_gap, room_left, reachable_room
         Differences in average loops with 95 % intervals; None if they cannot be measured.
     blamed
@@ -60,7 +60,7 @@ class Diagnosis(Tabular):
     sentence
         The verdict in a sentence.
     weak_reference
-        Whether the reference is clearly less accurate, so that it cannot judge.
+        Whether the reference is clearly less accurate than the model, so that it cannot serve as a measure.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class Diagnosis(Tabular):
 
     @property
     def against_reference(self) -> GapWords | None:
-        """Compare the model's trajectory with the reference's, in words; None if neither can judge the other."""
+        """Compare the model's trajectory with the reference's, in words; None if they cannot be compared."""
         gap = self.trajectory_gap
         if self.weak_reference:
             return GapWords(UNDECIDED, "(the reference is the less accurate one)")
@@ -130,7 +130,7 @@ class Diagnosis(Tabular):
 
     @property
     def room_sentence(self) -> str:
-        """Describe how the room that is left splits; empty if it cannot be told."""
+        """Describe the parts of the room that is left; empty if they cannot be measured."""
         room, reachable = self.room_left, self.reachable_room
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
@@ -150,7 +150,7 @@ class Diagnosis(Tabular):
 
     @property
     def target_sentence(self) -> str:
-        """Describe the target, and whether the gaps are at a lower accuracy; empty without a verdict."""
+        """Describe the target, and the accuracy of the gaps if it is lower; empty without a verdict."""
         if self.verdict == NO_VERDICT:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
@@ -160,7 +160,7 @@ class Diagnosis(Tabular):
 
     @property
     def table(self) -> list[list[str]]:
-        """Return the gaps as rows of text, below the names of the columns."""
+        """Return the gaps as rows of text; the first row has the names of the columns."""
         found = {name: gap for name, gap in self.gaps.items() if gap is not None}
         always = all(
             min(gap.reached, gap.first_reaches_target, gap.second_reaches_target) == 1 for gap in found.values()
@@ -196,13 +196,13 @@ def diagnose(
     Parameters
     ----------
     validation
-        The recording that chooses thresholds, the best readout and the target.
+        The recording on which thresholds, the best readout and the target are chosen.
     test
         The recording on which depths are measured.
     reference
         Validation and test recordings of the model whose trajectory you compare with (default: none).
     target
-        The accuracy to reach, or a `Target` (default: 1 point below full depth).
+        The accuracy to reach, or a `Target` (default: 1 point below the full-depth accuracy).
 
     Returns
     -------

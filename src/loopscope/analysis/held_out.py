@@ -50,16 +50,17 @@ class GuaranteeCheck:
 
 @dataclass(frozen=True)
 class HeldOut(Tabular):
-    """Hold how a policy did on examples that calibration did not use.
+    """Hold the results of a policy on examples that calibration did not use.
 
-    `check_policy` makes it.
+    `check_policy` returns this object.
 
     Parameters
     ----------
     examples, sequences
-        How many there are; sequences is None for single answers.
+        The number of examples and of sequences; `sequences` is None for single answers.
     average_loops, accuracy, drop
-        Estimates with 95 % intervals; accuracy and drop (against full depth) are None without labels.
+        Estimates with 95 % intervals. The drop is the loss of accuracy against full depth. Without labels, accuracy and
+        drop are None.
     full_depth_accuracy
         The accuracy at full depth; None without labels.
     guarantee
@@ -103,14 +104,14 @@ def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     Parameters
     ----------
     policy
-        A policy, calibrated or not.
+        A policy, with or without calibration.
     recording
         Examples that calibration did not use: a recording or a live run.
 
     Returns
     -------
     HeldOut
-        Loops, accuracy and drop, and whether the guarantee was kept: "kept", "not refuted" or "broken".
+        Loops, accuracy and drop, and the verdict on the guarantee: "kept", "not refuted" or "broken".
 
     Raises
     ------

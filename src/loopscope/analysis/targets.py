@@ -28,12 +28,12 @@ class Target:
     accuracy
         An absolute accuracy above 0 and up to 1, such as 0.95.
     below_full_depth
-        In its place: how far below the model's own accuracy at full depth, such as 0.01 for one point.
+        Instead of `accuracy`: the distance below the model's own full-depth accuracy, such as 0.01 for one point.
 
     Raises
     ------
     UserError
-        If neither or both are given, or if one is out of range.
+        If neither or both are given, or if a value is out of range.
 
     Examples
     --------

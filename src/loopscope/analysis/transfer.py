@@ -34,26 +34,26 @@ from loopscope.trajectory import Trajectory
 
 @dataclass(frozen=True, repr=False)
 class TransferResult:
-    """Hold how a rule of one model does on the test data of another.
+    """Hold the results of one model's exit rule on the test data of another model.
 
-    Differences are the rule's minus those of the best readout there.
+    Each difference is the result of this rule minus that of the best readout of the other model.
 
     Parameters
     ----------
     fitted_on
         The model to which the rule and its threshold were fitted.
     stops
-        The model on whose test data it is replayed.
+        The model on whose test data the rule is replayed.
     readout, threshold
-        The rule.
+        The readout and the threshold of the rule.
     gap
-        The difference in D@X, with thresholds that suit the other model's validation data.
+        The difference in D@X, for thresholds over the range of the other model's validation data.
     accuracy, average_loops
-        The results at the rule's own threshold.
+        The results at the threshold of the rule.
     selected
-        The difference at its own threshold.
+        The difference at the threshold of the rule.
     refused
-        Why it cannot be replayed there; empty if it can.
+        The reason why the rule cannot be replayed on the other model; empty if it can.
 
     Examples
     --------
@@ -95,25 +95,26 @@ def transfer(
     target: float | Target | None = None,
     progress: ProgressCallback = silent,
 ) -> list[TransferResult]:
-    """Replay every model's rules on every model's test data, on its own first.
+    """Replay every model's exit rules on the test data of every model, beginning with its own.
 
-    The rules of a model are its best readout without a gate, its own gate, its fitted gates, and learned stoppers.
+    The rules of a model are: its best readout that is not a gate, its own gate, its fitted gates and stoppers, and
+    stoppers that LoopScope fits to its validation recording.
 
     Parameters
     ----------
     models
         Validation and test recordings of every model, by name.
     gates
-        Gates and stoppers fitted to the models, by model and name (default: none).
+        Gates and stoppers that were fitted to the models, by model and by name (default: none).
     target
-        The accuracy at which depths are compared (default: 1 point below each model's own full depth).
+        The accuracy at which depths are compared (default: 1 point below each model's full-depth accuracy).
     progress
-        A function that is called with steps done, all steps, and a note.
+        A function that LoopScope calls with the number of finished steps, the number of all steps, and a note.
 
     Returns
     -------
     list[TransferResult]
-        A result for every model, every model that it stops, and every rule.
+        One result for each rule on the test data of each model.
 
     Raises
     ------

@@ -80,38 +80,39 @@ def calibrate(
     """Choose an exit threshold with a guarantee on the loss against full depth.
 
     With probability `confidence` over the draw of the recording, the policy loses at most `max_drop`. LoopScope warns
-    you if the guarantee is weaker than it looks, for instance because inputs are copies.
+    you if the guarantee is weaker than it looks, for instance because inputs are repeated.
 
     Parameters
     ----------
     recording
-        Examples that no evaluation uses; a fifth of them proposes thresholds, unless there is a `grid`.
+        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest risk that is allowed (default: 0.01).
+        The largest allowed risk (default: 0.01).
     confidence
         The probability with which the guarantee holds (default: 0.95).
     grid
-        Another recording of the model, which gives the thresholds.
+        Another recording of the model, which proposes the thresholds (default: none).
     gates
-        Fitted gates and stoppers that may be chosen, too, by name.
+        Fitted gates and stoppers, by name; LoopScope may also choose these (default: none).
     seed
-        For the draw of the fifth.
+        The random seed for drawing the fifth.
     bound
-        How losses of sequences are tested: "betting" (the default) or "hoeffding_bentkus".
+        The test for losses of sequences: "betting" (the default) or "hoeffding_bentkus".
     **options
-        `readout`: a name (default: the one with the fewest loops). `loss`: "gap" counts answers that are wrong while
-        full depth is right (the default), "disagreement" those that differ from full depth. `per_difficulty`, `unseen`,
-        `distinct`, `new_inputs`: for which examples it is guaranteed. `method`: "walk" (the default) or "tolerance".
+        `readout`: the name of a readout (default: the readout with the fewest loops). `loss`: "gap" (the default)
+        counts answers that are wrong while full depth is right; "disagreement" counts answers that differ from full
+        depth. `per_difficulty`, `unseen`, `distinct`, `new_inputs`: the examples for which the guarantee holds.
+        `method`: "walk" (the default) or "tolerance".
 
     Returns
     -------
     ExitPolicy
-        The policy with its certificate; `policy.guarantee.sentence` says what holds.
+        The policy with its certificate; `policy.guarantee.sentence` states the guarantee.
 
     Raises
     ------
     UserError
-        If the guarantee cannot be proven; the message says how many examples it takes.
+        If the guarantee cannot be proven; the message says how many examples a proof needs.
 
     Examples
     --------
@@ -132,17 +133,17 @@ def conformal_risk_control(
     seed: int = 0,
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
-    """Choose a threshold that loses little on average over draws of the recording.
+    """Choose a threshold that loses at most `max_drop` on average over calibration draws.
 
-    The guarantee is weaker than that of `calibrate`, and mostly costs fewer loops.
+    The guarantee is weaker than that of `calibrate`, but usually costs fewer loops.
 
     Parameters
     ----------
     recording
-        Examples that no evaluation uses; a fifth of them proposes thresholds, unless there is a `grid`.
+        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest expected risk (default: 0.01). An example counts as lost from the strictest threshold on that loses
-        it.
+        The largest allowed expected risk (default: 0.01). If an example is lost at one threshold, it counts as lost at
+        all looser thresholds.
     grid, gates, seed
         As in `calibrate`.
     **options
@@ -156,7 +157,7 @@ def conformal_risk_control(
     Raises
     ------
     UserError
-        If the guarantee cannot be proven; the message says how many examples it takes.
+        If the guarantee cannot be proven; the message says how many examples a proof needs.
 
     Examples
     --------

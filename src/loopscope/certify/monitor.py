@@ -191,17 +191,17 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Monitor:
     """Watch a stream under a calibrated policy for drift.
 
-    If nothing changes and the guarantee is true, the probability of an alarm, ever, is at most `alpha`. If the
-    guarantee is one in expectation, only the exits are watched.
+    If the stream does not change and the guarantee is true, the probability that an alarm ever occurs is at most
+    `alpha`. For a guarantee in expectation, the monitor watches only the exits.
 
     Parameters
     ----------
     policy
         A calibrated policy.
     alpha
-        The share of streams that may give a false alarm (default: 0.01).
+        The largest share of streams that may give a false alarm (default: 0.01).
     seed
-        For ties between exits, audits and the order of recordings.
+        The random seed for ties between exits, for audits and for the order of recordings.
 
     Raises
     ------
@@ -238,7 +238,7 @@ class Monitor:
         )
 
     def update(self, exit_loops: ArrayLike, losses: ArrayLike | None = None) -> MonitorResult:
-        """Take the next units of the stream, in the order in which they arrived.
+        """Read the next units of the stream, in the order in which they arrived.
 
         A unit is an example, or a sequence if the guarantee counts sequences.
 
@@ -248,17 +248,17 @@ class Monitor:
             [n] the loop at which each unit exits; for a sequence, the average.
         losses
             [n] the losses of audited units: 1 if the early answer loses against full depth, else 0. NaN marks a unit
-            without an audit (default: no audits). Draw by lot which units are audited.
+            without an audit (default: no audits). Choose at random which units to audit.
 
         Returns
         -------
         MonitorResult
-            All that was seen so far, and whether there is an alarm.
+            The results so far, and whether there is an alarm.
 
         Raises
         ------
         UserError
-            If the arrays do not fit the policy, or if there are losses and the guarantee is one in expectation.
+            If the arrays do not fit the policy, or if you pass losses for a guarantee in expectation.
         """
         depths, lost = self._checked(exit_loops, losses)
         levels = self.calibration.levels(depths).tolist()
@@ -271,26 +271,27 @@ class Monitor:
         return self.result
 
     def replay(self, recording: Recorded, audit: float | None = None, *, stream: bool = False) -> MonitorResult:
-        """Watch a whole recording or live run.
+        """Read a whole recording or live run.
 
         Parameters
         ----------
         recording
             Examples that calibration did not use.
         audit
-            The share whose losses are seen, drawn by lot (default: all, or none for a guarantee in expectation).
+            The share of the units to audit, chosen at random (default: all, or none for a guarantee in expectation).
         stream
-            Play the rows in their own order, in which they arrived (default: in an order drawn at random).
+            Read the rows in their recorded order, if that is the order in which they arrived (default: in random
+            order).
 
         Returns
         -------
         MonitorResult
-            All that was seen so far, and whether there is an alarm.
+            The results so far, and whether there is an alarm.
 
         Raises
         ------
         UserError
-            If the guarantee rests on this data, or if audits need labels that it does not have.
+            If the guarantee rests on this data, or if audits need labels that the recording does not have.
         """
         share = float(self.watches_risk) if audit is None else audit
         if not 0 <= share <= 1:
@@ -323,7 +324,7 @@ class Monitor:
 
     @property
     def result(self) -> MonitorResult:
-        """Return all that was seen so far, and whether there is an alarm."""
+        """Return the results so far, and whether there is an alarm."""
         state = self._state
         return MonitorResult(
             alarm=bool(state.alarms),
@@ -340,12 +341,12 @@ class Monitor:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the monitor as JSON, so that another process can go on with the stream.
+        """Write the monitor as JSON, so that another process can continue the stream.
 
         Parameters
         ----------
         path
-            The file; an existing one is replaced.
+            The file; LoopScope replaces an existing file.
         """
         write_json(Path(path), sealed(self._state))
 
@@ -358,17 +359,17 @@ class Monitor:
         path
             The file that `save` wrote.
         policy
-            The policy that it watches.
+            The policy that the monitor watches.
 
         Returns
         -------
         Monitor
-            The monitor, which goes on where it was saved.
+            The monitor, which continues from the saved state.
 
         Raises
         ------
         UserError
-            If the file was altered, or if it watches another policy.
+            If the file was altered, or if the monitor watches another policy.
         """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")

@@ -40,25 +40,27 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     max_drop
-        The largest risk that is allowed.
+        The largest allowed risk.
     confidence
-        The probability with which it holds, over the draw of the calibration data.
+        The probability with which the guarantee holds, over the draw of the calibration data.
     in_expectation
-        Whether it holds on average over calibration draws, in place of a confidence.
+        Whether the guarantee holds on average over calibration draws, instead of with a confidence.
     loss
-        "gap" counts answers that are wrong while full depth is right; "disagreement" those that differ from full depth.
+        The loss to limit: "gap" counts answers that are wrong while full depth is right; "disagreement" counts answers
+        that differ from full depth.
     readout
-        The readout's name; "auto" chooses the one with the fewest loops.
+        The name of the readout; "auto" chooses the readout with the fewest loops.
     per_difficulty
-        Whether it holds at every difficulty.
+        Whether the guarantee holds at every difficulty.
     unseen
-        Whether it is for inputs that training did not have.
+        Whether the guarantee is for inputs that are not in the training data.
     distinct
-        Whether every input counts once, because its copies are not drawn on their own.
+        Whether every input counts once, because its copies were not drawn independently.
     new_inputs
-        Whether it is for inputs that the calibration data do not hold; only inputs that occur once count.
+        Whether the guarantee is for inputs that are not in the calibration data; then only inputs that occur once
+        count.
     method
-        "walk", or "tolerance": for a named readout, without setting data aside.
+        The method: "walk" sets data aside to propose thresholds; "tolerance" sets none aside and needs a named readout.
     """
 
     max_drop: Annotated[float, msgspec.Meta(ge=1e-6, lt=1)] = 0.01

@@ -46,14 +46,14 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_model(model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None) -> list[Check]:
-    """Check that a model keeps the contract: rows, loops, caches and branches give the answers of a plain pass.
+    """Check that a model keeps the contract: rows, loops, caches and branches must give the answers of a plain pass.
 
     Parameters
     ----------
     model
         A looped model in evaluation mode.
     rows
-        Rows of tokens to check with (default: a few random ones of different lengths).
+        Rows of tokens to check with (default: a few random rows of different lengths).
 
     Returns
     -------

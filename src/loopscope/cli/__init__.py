@@ -1,6 +1,6 @@
 """Adaptive depth in looped Transformers: blame the trajectory, or the readout?
 
-All of it at once, on a small task (a few minutes on two CPU cores):
+All stages at once, on a small task (a few minutes on two CPU cores):
   loopscope demo --out runs/demo
 
 The paper's study, scaled down to some six hours of one CPU core:
@@ -38,26 +38,26 @@ from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
-    "train": "Train a looped Transformer, or a custom model",
-    "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
-    "loop": "Loop the middle of an ordinary language model",
-    "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",
+    "train": "Train a looped Transformer or a custom model on a task",
+    "pretrain": "Train a new Ouro and its tokenizer on a text, or train a checkpoint further",
+    "loop": "Loop the middle layers of an ordinary language model",
+    "record": "Record every loop of a model on a task, a text or a benchmark; or run a text live with early exits",
     "sweep": "Compare exit rules: sweep the thresholds of every readout of a recording",
-    "diagnose": "Find which part is to blame, the trajectory or the readout",
+    "diagnose": "Find which part of a model is to blame: its trajectory or its readout",
     "compare": "Compare two readouts on the same examples",
-    "report": "Write tables, figures and a page on some runs, or on folders of recordings",
-    "calibrate": "Choose a threshold that comes with a guarantee",
+    "report": "Write a report with tables and figures on runs or folders of recordings",
+    "calibrate": "Choose an exit threshold with a guarantee",
     "check": "Check a policy and its guarantee on held-out examples",
-    "monitor": "Watch a recording under a policy for drift",
+    "monitor": "Check a recording for drift under a policy",
     "answer": "Answer a file of examples with adaptive depth",
     "generate": "Continue text with a looped language model",
-    "bench": "Measure speed-ups side by side, interleaved",
+    "bench": "Measure speed-ups over full depth, in interleaved rounds",
     "harness": "Run lm_eval's tasks on a language model",
     "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
     "fit": "Fit a gate or a stopper to a recording of the train split",
     "insert": "Insert a fitted gate into a copy of a checkpoint",
-    "study": "Run a study: many runs, one file, one report",
-    "demo": "Train, record, diagnose and report five small models",
+    "study": "Run a study: one file describes many runs, one report compares them",
+    "demo": "Train, record and diagnose five small models, and write the report",
 }
 """Each verb, with the sentence that its help begins with."""
 _ELSEWHERE = {"pretrain": "train", "monitor": "check", "insert": "fit", "demo": "study"}

@@ -9,8 +9,9 @@ loopscope answer runs/mine examples.txt --fitted gates/linear
 # as `loopscope calibrate` wrote it
 loopscope answer runs/mine examples.txt --policy policy.json
 
-One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
-order of the examples. Without --threshold it is chosen on the run's validation recording.
+The file has one example per line, as the task writes it: for instance `+ 1 * 0 1` (prefix notation) or `0110`. The
+answers are JSON lines in the order of the examples. Without --threshold, LoopScope chooses the threshold on the run's
+validation recording.
 """
 
 import argparse
@@ -51,19 +52,19 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope answer` to the parser."""
     parser = add_verb(subparsers, "answer", __doc__, execute)
     add_shared(parser, "run")
-    option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
+    option(parser, "examples", "a file with one example per line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
     names = f"the exit rule: {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name, default="margin")
-    option(rule, "--fitted DIR", "folder of a fitted gate or stopper, as the exit rule")
+    option(rule, "--fitted DIR", "folder of a fitted gate or stopper to use as the exit rule")
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
-    option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
+    option(parser, "--threshold X", "threshold of the exit rule (default: chosen on validation data)")
     deeper = "number of loops to run (default: as in training)"
     option(parser, "--loops N", deeper, type=loops)
-    option(parser, "--batch-size N", "rows to run at a time", default=256)
-    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    option(parser, "--batch-size N", "number of rows that run together", default=256)
+    option(parser, "--out FILE", "file for the answers (default: standard output)", type=new_path)
     inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")
     inputs.add_custom_model(parser)

@@ -1,4 +1,4 @@
-"""Measure speed-ups side by side, interleaved.
+"""Measure speed-ups over full depth, in interleaved rounds.
 
 loopscope bench exits runs/demo/fixed-geometric
 loopscope bench generation runs/small-ouro --text validation.txt \\
@@ -30,18 +30,18 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope bench` to the parser."""
     kinds = add_group(subparsers, "bench", __doc__)
     parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
-    measured = "recorded runs to measure (default: random weights)"
+    measured = "recorded runs to measure (default: a model with random weights)"
     option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
     rules = f"exit by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
-    option(parser, "--batch-size N", "rows of a batch (default: 64 of random weights, else the fastest)")
-    option(parser, "--waiting", "measure also the batch in which all wait for the slowest")
+    option(parser, "--batch-size N", "rows per batch (default: 64 for random weights, else the fastest size)")
+    option(parser, "--waiting", "also measure batches in which all rows wait for the slowest row")
     random = f"settings of the random model: a TOML file, or {', '.join(presets())}"
     option(parser, "--settings SETTINGS", random, default="paper")
     option(parser, "--set A.B=C", "change a setting of the random model (repeatable)", action="append")
-    option(parser, "--examples N", "examples for random weights", default=2048)
+    option(parser, "--examples N", "number of examples for the random model", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", *COMPUTE)
     inputs.add_custom_model(parser)
@@ -49,26 +49,26 @@ def define(subparsers: Any) -> None:
     parser.needs(policy="runs")
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
-    continued = "text files whose documents are continued"
+    continued = "text files with the documents to continue"
     option(parser, "--text FILE", continued, type=inputs.text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
     inputs.add_policy_options(parser)
-    rules = f"measure this readout, with --threshold: {inputs.READOUT_NAMES} (repeatable)"
+    rules = f"measure this readout at its --threshold: {inputs.READOUT_NAMES} (repeatable)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
-    option(parser, "--threshold X", "threshold of a readout, in the same order (repeatable)", action="append")
-    caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: every one)"
+    option(parser, "--threshold X", "threshold of each --readout, in the same order (repeatable)", action="append")
+    caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: all)"
     option(parser, "--cache MODE", caches, action="append", choices=get_args(CacheMode))
-    option(parser, "--lossless", "measure lossless text, too, drafted by each rule")
-    option(parser, "--plain", "measure full depth with padded rows, too, as public implementations run it")
-    option(parser, "--prompts N", "documents to continue", default=16)
-    option(parser, "--prompt-tokens N", "tokens that are given", default=64)
-    option(parser, "--new-tokens N", "tokens that follow", default=64)
-    option(parser, "--batch-size N", "documents at a time", default=8)
+    option(parser, "--lossless", "also measure lossless text, with drafts by each rule")
+    option(parser, "--plain", "also measure full depth with padded rows, as public implementations run it")
+    option(parser, "--prompts N", "number of documents to continue", default=16)
+    option(parser, "--prompt-tokens N", "number of tokens in each prompt", default=64)
+    option(parser, "--new-tokens N", "number of tokens that continue each prompt", default=64)
+    option(parser, "--batch-size N", "number of documents that run together", default=8)
     add_shared(parser, "--dtype NAME", "--compile", "--rounds N", *COMPUTE)
 
 
 def _bench_exits(options: argparse.Namespace) -> None:
-    """Measure adaptive depth against full depth.
+    """Measure the speed-up of adaptive depth over full depth.
 
     # the paper's model, random weights, about 1.3 loops
     loopscope bench exits --waiting
@@ -143,7 +143,7 @@ def _exit_timing_rule(timing: "ExitTiming | GenerationTiming") -> str:
 
 
 def _bench_generation(options: argparse.Namespace) -> None:
-    """Measure policies and caches on a text, against full depth.
+    """Measure the speed-up of policies and caches over full depth, on a text.
 
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --policy policy.json
@@ -152,8 +152,9 @@ def _bench_generation(options: argparse.Namespace) -> None:
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --readout top1 --threshold 0.8 --lossless --plain
 
-    Every policy and cache continues the beginnings of documents with their real next tokens, so all see the same
-    tokens. Lossless text writes as many tokens of its own, and they are compared with the text of full depth.
+    LoopScope gives the model the beginnings of documents and then their real next tokens, so that every policy and
+    cache processes the same tokens. For lossless text, the model writes as many tokens itself, and LoopScope compares
+    them with the text of full depth.
     """
     if len(options.readout) != len(options.threshold) or not options.policy + options.readout:
         raise UserError("Give a --policy, or every --readout with its --threshold.")

@@ -1,4 +1,4 @@
-"""Choose a threshold that comes with a guarantee.
+"""Choose an exit threshold with a guarantee.
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
 # needs no labels
@@ -10,14 +10,15 @@ loopscope calibrate LIVE --loss disagreement --cache propagate
 loopscope check runs/mine --policy policy.json
 loopscope answer runs/mine examples.txt --policy policy.json
 
-A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
-loses at most --max-drop against full depth.
+For a run, LoopScope takes its validation recording. The guarantee says: with probability --confidence over the draw of
+the recording, exiting early loses at most --max-drop against full depth.
 
-A fifth of the recording (the selection split) gives the thresholds and chooses the readouts, the rest tests them;
---grid gives them from another recording. If that cannot be proven, calibrate says how many examples it takes.
+LoopScope uses a fifth of the recording (the selection split) to propose thresholds and choose the readout. It tests
+them on the rest. With --grid, another recording proposes the thresholds. If the guarantee cannot be proven, `calibrate`
+says how many examples a proof needs.
 
-A guarantee for text holds for one cache: that of a recording is `full`, another takes a live run.
-docs/explanation/guarantees.md says what the guarantee assumes.
+A guarantee for text holds for one cache. If you give a recording, it holds for the cache `full`; for another cache,
+give a live run. docs/explanation/guarantees.md lists the assumptions.
 """
 
 import argparse
@@ -48,25 +49,36 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
-    option(sure, "--in-expectation", "guarantee it on average over calibrations instead (conformal)")
-    losses = "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or any that "
-    losses += "differs from full depth (disagreement, which needs no labels)"
+    option(sure, "--in-expectation", "guarantee the loss on average over calibration draws instead (conformal)")
+    losses = "which answers count as lost: those that are wrong while full depth is right (gap, the default), or all "
+    losses += "that differ from full depth (disagreement, which needs no labels)"
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
-    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
+    readouts = f"readout of the exit rule: auto (default: takes the one with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--fitted DIR")
-    option(parser, "--cache MODE", "KV cache that a guarantee for text is to hold for", choices=get_args(CacheMode))
-    methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
-    methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
+    option(
+        parser,
+        "--cache MODE",
+        "KV cache for which the guarantee must hold, if it is for text",
+        choices=get_args(CacheMode),
+    )
+    methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: the whole recording tests one "
+    methods += "named readout, and an answer that one threshold loses counts as lost at all looser thresholds"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
-    bounds = "test of sequences: betting (default), or hoeffding_bentkus, which uses only the mean of their losses"
+    bounds = "statistical test for sequences: betting (default), or hoeffding_bentkus, which uses only the mean loss"
     option(parser, "--bound", bounds, choices=BOUNDS)
-    option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=inputs.recording_argument)
-    option(parser, "--per-difficulty", "guarantee it at every difficulty")
-    option(parser, "--unseen", "guarantee it for inputs that training did not have")
+    option(
+        parser,
+        "--grid RECORDING",
+        "recording that proposes the thresholds, instead of a fifth of this one",
+        type=inputs.recording_argument,
+    )
+    option(parser, "--per-difficulty", "make the guarantee hold at every difficulty")
+    option(parser, "--unseen", "make the guarantee hold for inputs that are not in the training data")
     once = parser.add_mutually_exclusive_group()
-    option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
-    option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
+    option(once, "--distinct", "count every input once, because its copies were not drawn independently")
+    new = "make the guarantee hold for inputs that are not in the recording; count only inputs that occur once"
+    option(once, "--new-inputs", new)
     add_shared(parser, "--seed N")
     option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")

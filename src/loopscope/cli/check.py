@@ -27,17 +27,17 @@ def define_monitor(subparsers: Any) -> None:
     """Add the arguments of `loopscope monitor` to the parser."""
     parser = add_verb(subparsers, "monitor", _monitor.__doc__, _monitor)
     _add_policy_and_recording(parser)
-    option(parser, "--stream", "play the rows in their own order, in which they arrived")
-    option(parser, "--alpha X", "share of streams that may give a false alarm (default: 0.01)")
-    audits = "share of the examples, drawn at random, whose losses are seen (default: all; 0: exits alone)"
+    option(parser, "--stream", "read the examples in their recorded order, as they arrived")
+    option(parser, "--alpha X", "largest share of streams that may give a false alarm (default: 0.01)")
+    audits = "share of the examples to audit, chosen at random (default: all; 0: watch only exits)"
     option(parser, "--audit X", audits, type=share_or_zero)
 
 
 def _add_policy_and_recording(parser: Parser) -> None:
     """Add the policy and the recording to the arguments of `check` and `monitor`."""
-    held_out = "a run, a folder of recordings, a recording or a live run, of held-out examples"
+    held_out = "held-out examples: a run, a folder of recordings, a recording or a live run"
     option(parser, "recording", held_out, type=inputs.recording_argument, metavar="RUN|RECORDING")
-    option(parser, "--policy FILE", "policy file, which `loopscope calibrate` writes", required=True)
+    option(parser, "--policy FILE", "policy file from `loopscope calibrate`", required=True)
     inputs.add_policy_options(parser)
     add_shared(parser, "--json")
 
@@ -49,8 +49,8 @@ def execute(options: argparse.Namespace) -> int:
     loopscope check runs/demo/fixed-geometric/recordings/test \\
         --policy policy.json --json
 
-    A run stands for its test recording. The exit code is 1 if the guarantee is broken. A guarantee for text with the
-    cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
+    For a run, LoopScope takes its test recording. The exit code is 1 if the guarantee is broken. To check a guarantee
+    for text with the cache `propagate` or `latest`, give a live run (loopscope record live --policy).
     """
     policy, recording = _policy_and_recording(options)
     from loopscope.analysis.held_out import check_policy  # with scipy.stats, which takes a second
@@ -63,16 +63,16 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _monitor(options: argparse.Namespace) -> int:
-    """Watch a recording under a policy for drift.
+    """Check a recording for drift under a policy.
 
     loopscope monitor runs/demo/fixed-geometric --policy policy.json \\
         --audit 0.1
     loopscope monitor runs/demo/fixed-geometric --policy policy.json --stream
 
-    Two tests run: do the exits, and the losses of the audited examples, still look like calibration? The examples are
-    played in random order. With --stream they are played in their own order, and an alarm names the example where the
-    change began. The exit code is 1 if there is an alarm. If the guarantee is one in expectation, only the exits are
-    watched.
+    The monitor runs two tests. One checks whether the exits still look like those of calibration. The other checks
+    whether the losses of the audited examples stay within the guarantee. The monitor reads the examples in random
+    order. With --stream, it reads them in their recorded order, and an alarm names the example where the change began.
+    The exit code is 1 if there is an alarm. For a guarantee in expectation, the monitor watches only the exits.
     """
     policy, recording = _policy_and_recording(options)
     result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit, stream=options.stream)

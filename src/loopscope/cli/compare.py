@@ -6,8 +6,9 @@ loopscope compare runs/demo/linear-gate gate margin \\
 # recorded with --hidden
 loopscope compare runs/mine gate:linear margin --fitted gates/linear
 
-Both are compared at the threshold that validation data choose and, with --at, at the least depth that reaches an
-accuracy. With --with, the second readout runs on another model's recordings of the same examples.
+LoopScope compares the two readouts at the thresholds chosen on validation data. It also compares the smallest depth at
+which each readout reaches the target accuracy (--at). With --with, the second readout runs on another model's
+recordings of the same examples.
 """
 
 import argparse
@@ -29,7 +30,8 @@ def define(subparsers: Any) -> None:
     names = f"the first readout: {inputs.READOUT_NAMES}"
     option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
     option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")
-    option(parser, "--with RUN", "run the second readout on this run, by path or name (default: RUN)", dest="other")
+    other = "run the second readout on this other run, by path or name (default: the same run)"
+    option(parser, "--with RUN", other, dest="other")
     add_shared(parser, "--fitted DIR", "--at X", "--unseen", "--json")
     inputs.add_custom_readouts(parser)
 

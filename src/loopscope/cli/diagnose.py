@@ -1,4 +1,4 @@
-"""Find which part is to blame, the trajectory or the readout.
+"""Find which part of a model is to blame: its trajectory or its readout.
 
 loopscope diagnose example:demo
 loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
@@ -6,7 +6,8 @@ loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
 Give a run whose validation and test splits are recorded, or a folder with two recordings of these names. example:demo
-comes with LoopScope: the demo's linear gate, against its fixed prior. example:demo/mlp-gate is another of its models.
+comes with LoopScope. It compares the demo's model with a linear gate against the model with a fixed prior. To diagnose
+another of its models, give example:demo/mlp-gate, for instance.
 """
 
 import argparse

@@ -28,15 +28,15 @@ def define(subparsers: Any) -> None:
     from_where = "a run whose train split is recorded, or a recording that is not of the test split"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
     option(parser, "--out DIR", "folder of the gate or the stopper", type=new_path, required=True)
-    option(parser, "--kind", "what to fit", choices=(*_GATES, *_STOPPERS), default="linear")
-    option(parser, "--objective", "what a gate is fitted to (default: ponder)", choices=("ponder", "utility"))
-    pairings = "step that utility judges, as docs/explanation/exits.md says (default: next)"
+    option(parser, "--kind", "kind of gate or stopper to fit", choices=(*_GATES, *_STOPPERS), default="linear")
+    option(parser, "--objective", "objective of a gate (default: ponder)", choices=("ponder", "utility"))
+    pairings = "step that utility judges; see docs/explanation/exits.md (default: next)"
     option(parser, "--pairing", pairings, choices=("next", "ouro"))
-    option(parser, "--prior", "prior over exits of ponder (default: the model's)", choices=("uniform", "geometric"))
+    option(parser, "--prior", "prior over exits for ponder (default: the model's)", choices=("uniform", "geometric"))
     option(parser, "--lambda X", "lambda of a geometric prior", dest="geometric_lambda")
-    option(parser, "--beta X", "weight of ponder's KL to the prior (default: the model's, or 0.1)")
+    option(parser, "--beta X", "weight of the KL term in ponder (default: the model's, or 0.1)")
     option(parser, "--steps N", "training steps of a gate (default: 2000)")
-    gains = "gain of a stopper: being right (default), or answering as full depth does, which needs no labels"
+    gains = "what a loop can gain: correct answers (default), or agreement with full depth, which needs no labels"
     option(parser, "--gain", gains, choices=("correct", "agreement"))
     add_shared(parser, "--seed N", "--json")
 
@@ -63,12 +63,13 @@ def execute(options: argparse.Namespace) -> None:
         --out policy.json
     loopscope answer runs/mine examples.txt --fitted gates/linear
 
-    ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility:
-    whether another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are
-    given.
+    With the objective `ponder`, LoopScope minimises the expected cross-entropy over exits plus beta times the KL to the
+    prior, as in joint training. With `utility`, the gate predicts whether another loop lowers the cross-entropy by more
+    than 0.005. The prior and beta default to those of the model.
 
-    linear and mlp read states, so the recording keeps them (--hidden). A stopper reads all recorded signals of a loop
-    and of the one before. induction: the gain of going on, by backward induction. classifier: whether exiting loses.
+    The gates `linear` and `mlp` read hidden states, so make the recording with --hidden. The stoppers `induction` and
+    `classifier` read all recorded signals of a loop and of the loop before. An `induction` stopper estimates the gain
+    of going on, by backward induction. A `classifier` predicts whether exiting loses.
     """
     is_stopper = options.kind in _STOPPERS
     theirs, others = (_OF_STOPPERS, _OF_GATES) if is_stopper else (_OF_GATES, _OF_STOPPERS)
@@ -101,7 +102,8 @@ def _insert(options: argparse.Namespace) -> None:
 
     loopscope insert gates/ouro runs/ouro --out runs/ouro-refitted
 
-    The gate was fitted to a recording of the checkpoint, whose own gate has the same form: Ouro's is linear.
+    Give a gate that was fitted to a recording of this checkpoint. It must have the same form as the checkpoint's own
+    gate; Ouro's gate is linear.
     """
     find_model(options.checkpoint)
     gate = FittedGate.load(options.gate)

@@ -11,10 +11,11 @@ loopscope generate MODEL --prompts prompts.jsonl --loops 3 \\
 loopscope generate runs/small-ouro "Question: " --readout top1 \\
     --threshold 0.8 --lossless
 
-A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. A file
-of prompts has one prompt per line. In a .jsonl file a line is {"prompt": ...} or {"messages": [...]}. It may name its
-own rule, too: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in the order of the prompts.
-With --out, finished texts are kept in FILE.unfinished; after an interruption the same command continues from there.
+To make a policy, run `loopscope record text MODEL FILE` and then `loopscope calibrate RECORDING --loss disagreement`. A
+file of prompts has one prompt per line. In a .jsonl file, a line is {"prompt": ...} or {"messages": [...]}. The line
+may also set the exit rule of its prompt: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in
+the order of the prompts. With --out, LoopScope keeps finished texts in FILE.unfinished. After an interruption, the same
+command continues from there.
 """
 
 import argparse
@@ -104,27 +105,30 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
     add_shared(parser, "model")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    option(prompts, "prompt", "the text to be continued", nargs="?")
-    option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
+    option(prompts, "prompt", "the text to continue", nargs="?")
+    option(prompts, "--prompts FILE", "a file of prompts: one per line, or .jsonl")
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--policy FILE", "the exit policy (default: the one that the model was saved with, else all loops)")
-    names = f"an exit rule, with --threshold: {inputs.READOUT_NAMES}"
+    option(rule, "--policy FILE", "exit policy (default: the policy saved with the model, or else all loops)")
+    names = f"readout of the exit rule (needs --threshold): {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
-    option(parser, "--threshold X", "threshold of --readout at which a token exits")
+    option(parser, "--threshold X", "value of --readout at which a token exits")
     inputs.add_policy_options(parser)
-    caches = "keys and values of a token that exited early: of every loop (full), its exit loop's in the deeper ones "
-    caches += "(propagate), or one place for all loops (latest; default: the one that --policy is for, else full)"
+    caches = "keys and values of a token that exited early: computed at every loop (full), copied from its exit loop "
+    caches += "to deeper loops (propagate), or one set for all loops (latest; default: the policy's cache, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    option(parser, "--lossless", "write the text of full depth, up to rounding, sooner: early exits are drafts")
-    option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
-    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_prompt_text)
-    option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
-    option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
-    option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
-    option(parser, "--batch-size N", "prompts at a time", default=8)
-    option(parser, "--show-loops", "print the loops that each token took")
-    option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts_file)
+    drafts = "write the same text as full depth, up to rounding, but faster: early exits only draft tokens"
+    option(parser, "--lossless", drafts)
+    option(parser, "--max-new-tokens N", "maximum length of the continuation, in tokens", default=128)
+    option(parser, "--stop TEXT", "end the text before this string (repeatable)", action="append", type=_prompt_text)
+    heat = "sampling temperature; 0 takes the likeliest token"
+    option(parser, "--temperature X", heat, type=non_negative, default=0.0)
+    option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all", type=whole, default=0)
+    option(parser, "--top-p X", "draw among the likeliest tokens whose probabilities sum to X", type=share, default=1.0)
+    option(parser, "--batch-size N", "number of prompts that run together", default=8)
+    option(parser, "--show-loops", "print the number of loops of each token")
+    lines = "write JSON lines, one per prompt; after an interruption, the same command continues"
+    option(parser, "--out FILE", lines, type=new_texts_file)
     add_shared(parser, "--chat", "--seed N", "--dtype NAME", "--compile", *COMPUTE)
     parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 

@@ -8,9 +8,9 @@ loopscope harness MODEL --tasks mmlu --policy policy.json \\
     --data data/benchmarks
 loopscope harness MODEL --tasks my_task.yaml --json
 
-Tasks have lm_eval's names, or are the paths of their definitions; --shots changes the task's own number of few-shot
-examples. The results name the average loops of a question, or of a token of text. docs/how-to/lm-eval.md says how a
-policy decides, and how lm_eval is called from Python.
+Give tasks by their names in lm_eval, or by the paths of their definitions. The results include the average loops per
+question, or per token of generated text. docs/how-to/lm-eval.md explains how a policy decides, and how to call lm_eval
+from Python.
 """
 
 import argparse
@@ -34,17 +34,17 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope harness` to the parser."""
     parser = add_verb(subparsers, "harness", __doc__, execute)
     add_shared(parser, "model")
-    option(parser, "--tasks NAME", "names of lm_eval's tasks, or files that define some", nargs="+", required=True)
+    option(parser, "--tasks NAME", "names of lm_eval's tasks, or files that define tasks", nargs="+", required=True)
     depth = parser.add_mutually_exclusive_group()
     option(depth, "--loops N", "number of loops to run for every token (default: all)")
-    option(depth, "--policy FILE", "policy file to exit by")
+    option(depth, "--policy FILE", "policy file with the exit rule")
     inputs.add_policy_options(parser)
     option(parser, "--limit N", "run only the first N documents of every task")
     option(parser, "--think-end TEXT", "text after which an answer begins, such as </think>", dest="think_end_token")
-    caches = "KV cache of texts: full, propagate or latest (default: the one that --policy is for, else full)"
+    caches = "KV cache for generated text: full, propagate or latest (default: the policy's cache, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    option(parser, "--batch-size N", "texts to write at a time", default=8)
-    option(parser, "--batch-tokens N", "tokens of questions to compute at a time")
+    option(parser, "--batch-size N", "number of texts that are written together", default=8)
+    option(parser, "--batch-tokens N", "number of question tokens that run together")
     add_shared(parser, "--shots N", "--chat", "--data DIR", "--dtype NAME", *COMPUTE)
 
 

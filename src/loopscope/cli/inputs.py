@@ -35,8 +35,8 @@ from loopscope.user_code import is_user_name
 if TYPE_CHECKING:
     import torch
 
-POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
-GATES = "folder of a fitted gate or stopper of one of the runs; its hash says which (repeatable)"
+POLICIES = "policy file for one of the runs; a hash in the file identifies the run (repeatable)"
+GATES = "folder of a gate or stopper fitted to one of the runs; a hash in it identifies the run (repeatable)"
 READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
 RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
 
@@ -94,7 +94,7 @@ def device_of(options: argparse.Namespace) -> "torch.device":
 
 def add_custom_readouts(parser: Parser) -> None:
     """Add the option that registers custom readouts."""
-    text = "add a custom readout, which a module defines (repeatable)"
+    text = "import and add a custom readout (repeatable)"
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_import_custom_readout)
 
 
@@ -112,7 +112,7 @@ def add_policy_options(parser: Parser) -> None:
 
 def add_custom_model(parser: Parser) -> None:
     """Add the option that imports a custom model."""
-    text = "import the custom class of the model, so that its runs can be loaded (repeatable)"
+    text = "import a custom model class, so that its runs can be loaded (repeatable)"
     option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class_name)
 
 

@@ -1,4 +1,4 @@
-"""Loop the middle of an ordinary language model.
+"""Loop the middle layers of an ordinary language model.
 
 loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 \\
     --out looped
@@ -7,9 +7,10 @@ loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 \\
 loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
     --injection --out looped
 
-Takes Llama, SmolLM, Mistral, Qwen 2 and Qwen 3 in the layout of the Hub, or as a GGUF file. The first layers run once,
-those after them in every loop, the rest and the head at every exit. Layers are counted from 0, and without those that
-are dropped. If no layer is dropped and nothing is damped, loop 1 is the original model. Nothing is trained.
+The model is a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3, in the layout of the Hub or as a GGUF file. The first layers
+(--prelude) run once, and the next layers (--core) run in every loop. The remaining layers and the head run at every
+exit. --drop counts layers from 0; --prelude and --core count only layers that are kept. If no layer is dropped and the
+damping is 1, loop 1 is the original model. LoopScope trains nothing here.
 """
 
 import argparse
@@ -30,15 +31,15 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope loop` to the parser."""
     parser = add_verb(subparsers, "loop", __doc__, execute)
     option(parser, "checkpoint", "a folder, a name on the Hub, or a GGUF file")
-    option(parser, "--prelude A", "number of first layers, which run once", type=whole, required=True)
-    option(parser, "--core B", "number of layers after them, which are looped", type=count, required=True)
+    option(parser, "--prelude A", "number of layers at the beginning, which run once", type=whole, required=True)
+    option(parser, "--core B", "number of layers after the prelude, which run in every loop", type=count, required=True)
     option(parser, "--loops T", "number of loops at full depth", type=count, required=True)
     option(parser, "--out DIR", "folder of the looped checkpoint", type=new_path, required=True)
     dropped = "leave these layers out, such as 12 or 12-15 (repeatable)"
     option(parser, "--drop N-M", dropped, type=number_range, action="append")
-    option(parser, "--damping X", "a loop gives h + X (core(h) - h)", default=1.0)
-    option(parser, "--injection", "add a map of the prelude's output before every loop")
-    option(parser, "--gate", "gate to add, untrained", choices=("none", "linear"), default="none")
+    option(parser, "--damping X", "factor of a loop's update: h becomes h + X (core(h) - h)", default=1.0)
+    option(parser, "--injection", "add a linear map of the prelude's output to the state before every loop")
+    option(parser, "--gate", "untrained gate to add", choices=("none", "linear"), default="none")
     add_shared(parser, "--json")
 
 

@@ -1,4 +1,4 @@
-"""Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy.
+"""Record every loop of a model on a task, a text or a benchmark; or run a text live with early exits.
 
 loopscope record task runs/mine --split validation
 loopscope record text runs/ouro mine.txt --out recordings/mine
@@ -42,11 +42,11 @@ def define(subparsers: Any) -> None:
     parser = add_verb(kinds, "task", _record_task.__doc__, _record_task, resumes=True)
     add_shared(parser, "run")
     option(parser, "--split NAME", f"split to record: {', '.join(SPLITS)}", choices=SPLITS, required=True)
-    option(parser, "--examples N", "number of examples to record (default: the task's)")
-    levels = "range of difficulties, such as 11-14 (default: the task's)"
+    option(parser, "--examples N", "number of examples to record (default: the whole split)")
+    levels = "range of difficulties, such as 11-14 (default: those of the task)"
     option(parser, "--levels A-B", levels, type=number_range)
     option(parser, "--loops N", "number of loops to run (default: as in training)", type=loops)
-    option(parser, "--no-logits", "keep signals and predictions in place of the logits")
+    option(parser, "--no-logits", "store signals and predictions instead of the logits")
     where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
@@ -57,8 +57,8 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "files", "text files to record", **files)
     option(parser, "--split NAME", role, **roles)
-    option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
-    option(parser, "--limit N", "the largest number of tokens to record")
+    option(parser, "--context N", "tokens per window (default: 512, or the model's maximum if it is smaller)")
+    option(parser, "--limit N", "maximum number of tokens to record")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", "--compile", *COMPUTE)
     inputs.add_custom_readouts(parser)
@@ -66,26 +66,27 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "files", "the text files of the recording", **files)
     option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
-    caches = "KV cache to run with: full, propagate (default) or latest"
+    caches = "KV cache of the live run: full, propagate (default) or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="propagate")
-    option(parser, "--policy FILE", "run this policy alone, on all documents, to check it")
+    option(parser, "--policy FILE", "run only this policy, on all documents, to check it")
     add_shared(parser, "--max-drop X", "--confidence X")
-    option(parser, "--loss", "what counts as lost, as in `calibrate` (default: disagreement)", choices=get_args(Loss))
-    replayed = "readout of the candidates (default: auto, the one with the fewest loops in a replay)"
+    losses = "which answers count as lost, as in `calibrate` (default: disagreement)"
+    option(parser, "--loss", losses, choices=get_args(Loss))
+    replayed = "readout of the candidates (default: auto, the readout with the fewest loops in a replay)"
     option(parser, "--readout NAME", replayed, type=inputs.readout_name)
-    option(parser, "--candidates N", "largest number of candidates to run (default: 12)")
+    option(parser, "--candidates N", "maximum number of candidates to run (default: 12)")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
-    option(parser, "--batch-size N", "windows to run at a time", default=32)
+    option(parser, "--batch-size N", "number of windows that run together", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, "--fitted DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     add_shared(parser, "model")
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
     option(parser, "--split NAME", role, **roles)
-    option(parser, "--limit N", "the largest number of questions to record")
-    option(parser, "--mean-state", "read gate and state as means over the choices' tokens")
-    option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
+    option(parser, "--limit N", "maximum number of questions to record")
+    option(parser, "--mean-state", "average the gate and the state over the tokens of the choices")
+    option(parser, "--batch-tokens N", "number of tokens that run together (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
@@ -129,9 +130,9 @@ def _record_text(options: argparse.Namespace) -> None:
     loopscope record text runs/small-ouro train.txt --split train \\
         --limit 100000 --hidden --out recordings/train
 
-    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Guarantees
-    count documents, so give many. --split names the role of the text; LoopScope rejects calibrating on test, for
-    instance.
+    In a text file, <|endoftext|> separates the documents. In a .jsonl file, every line is a document {"text": ...}. A
+    guarantee counts documents, not tokens, so give many documents. --split names the role of the text; for example,
+    LoopScope rejects calibration on a test recording.
     """
     out = _recording_folder(options, options.split)
     folder = inputs.find_model(options.model, text=True)
@@ -159,7 +160,7 @@ def _record_text(options: argparse.Namespace) -> None:
 
 
 def _record_live(options: argparse.Namespace) -> None:
-    """Run a recorded text live: with candidates for a guarantee, or with one policy to check it.
+    """Run a recorded text live, with candidate thresholds for a guarantee or with one policy to check.
 
     loopscope record live MODEL mine.txt --recording rec/mine \\
         --cache propagate --max-drop 0.05 --out rec/live
@@ -169,9 +170,10 @@ def _record_live(options: argparse.Namespace) -> None:
         --cache propagate --policy text.json --out rec/check
     loopscope check rec/check --policy text.json
 
-    With the caches propagate and latest, later tokens see other keys than at full depth, so a recording cannot show
-    their answers. A fifth of the documents of --recording selects candidates, from cautious to bold. The other
-    documents run token by token with each candidate, up to the first that is not proven to lose at most --max-drop.
+    With the caches `propagate` and `latest`, an early exit changes the keys that later tokens attend to. So a
+    recording, which is made at full depth, cannot show the answers at these tokens. LoopScope uses a fifth of the
+    documents in --recording to select candidates, from cautious to bold. It runs the other documents token by token
+    with each candidate. It stops at the first candidate that is not proven to lose at most --max-drop.
     """
     risk_options = given(options, "max_drop", "confidence", "loss", "readout")
     inputs.check_readouts(*filter(None, [options.readout]), auto=True)
@@ -215,7 +217,7 @@ def _record_live(options: argparse.Namespace) -> None:
 
 
 def _record_benchmark(options: argparse.Namespace) -> None:
-    """Record the questions of a benchmark, in one pass.
+    """Record every loop of a model on the questions of a benchmark, in one pass.
 
     loopscope record benchmark runs/ouro arc_easy --split test --data DIR
     loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 \\

@@ -1,4 +1,4 @@
-"""Write tables, figures and a page on some runs, or on folders of recordings.
+"""Write a report with tables and figures on runs or folders of recordings.
 
 loopscope report example:demo --out report
 loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
@@ -40,13 +40,13 @@ _MAX_NAMES = 200
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
-    several = f"{inputs.RECORDED}; or several of them"
+    several = f"{inputs.RECORDED}; you may give several"
     option(parser, "runs", several, type=inputs.run_or_example, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
     option(parser, "--fitted DIR", inputs.GATES, action="append")
-    crossed = "replay the rules of every run on the others, too"
+    crossed = "also replay the exit rules of every run on the other runs"
     option(parser, "--transfer", crossed)
     option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
     add_shared(parser, "--at X", action="append")

@@ -5,9 +5,9 @@ loopscope selfcheck ByteDance/Ouro-1.4B --device cuda --dtype bfloat16
 loopscope selfcheck MODEL --text my.txt --json
 loopscope selfcheck MODEL --only cache --only replay
 
-Check the contract of a model, and compare low precision with float32, a batch with single rows, cached with uncached,
-replay with live. Then measure the speed-up of fewer loops. The exit code is 1 if a check fails; of low precisions, that
-of --dtype is judged.
+LoopScope checks the contract of the model. It compares low precision with float32, a batch with single rows, cached
+with uncached runs, and replays with live runs. Then it measures the speed-up of fewer loops. The exit code is 1 if a
+check fails. Among low precisions, only that of --dtype can fail.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "selfcheck", __doc__, execute)
     option(parser, "model", "a run's folder, the folder of a checkpoint, or its name on the Hub")
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
-    option(parser, "--text FILE", "text to check on (default: a sample that LoopScope has)", type=text_file)
-    kinds = f"check only this: {', '.join(KINDS)} (repeatable; default: all)"
+    option(parser, "--text FILE", "text to check on (default: a sample that comes with LoopScope)", type=text_file)
+    kinds = f"run only this check: {', '.join(KINDS)} (repeatable; default: all)"
     option(parser, "--only KIND", kinds, action="append", choices=KINDS)
-    option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)
+    option(parser, "--rounds N", "number of rounds of the speed check", type=rounds, default=3)
     add_shared(parser, *COMPUTE)
     add_custom_model(parser)
 

@@ -1,4 +1,4 @@
-"""Run a study: many runs, one file, one report.
+"""Run a study: one file describes many runs, one report compares them.
 
 loopscope study plan mano
 loopscope study run mano
@@ -55,22 +55,22 @@ def define(subparsers: Any) -> None:
         option(parser, "--out DIR", "folder of the study (default: runs/NAME-OF-THE-FILE)", type=out_folder)
         _add_compute_options(parser)
         add_shared(parser, "--device NAME")
-        group = parser.add_argument_group("in place of what the study says of its checkpoints")
+        group = parser.add_argument_group("settings that replace those of the study's checkpoints")
         models = "folder of a checkpoint, or its name on the Hub (repeatable)"
         option(group, "--model DIR|ID", models, action="append", dest="models", default=None)
         benchmarks = "name of a benchmark (repeatable)"
         option(group, "--benchmark NAME", benchmarks, action="append", dest="benchmarks", default=None)
-        option(group, "--data DIR", "folder with the benchmarks' files (default: from the Hub)", type=str)
-        option(group, "--limit N", "largest number of questions of every split")
+        option(group, "--data DIR", "folder with the benchmarks' files (default: download them from the Hub)", type=str)
+        option(group, "--limit N", "maximum number of questions per split")
         option(group, "--dtype NAME", "precision: float32, bfloat16, float16 or int8", choices=PRECISIONS)
         parser.set_defaults(product=(), style="page")  # of all but `report`
         if name == "plan":
             rate = partial(real_number, fits=lambda value: 0 < value <= 1e6, which="above 0 and up to 1e6")
-            reached = "TFLOP/s that training reaches on your GPU (default: measured on --device)"
+            reached = "speed of training on your GPU in TFLOP/s (default: measured on --device)"
             option(parser, "--tflops X", reached, type=rate)
         if name == "run":
             _add_worker_options(parser)
-            shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device; cuda is every GPU)"
+            shared = "GPUs that share the work, such as cuda:0,cuda:1 (default: --device, where cuda means all GPUs)"
             option(parser, "--devices LIST", shared, type=gpu_names)
             parser.excludes("devices", "device", "engine")
         if name == "report":
@@ -89,25 +89,25 @@ def define_demo(subparsers: Any) -> None:
 
 def _add_compute_options(parser: Parser) -> None:
     """Add the options of a study's devices and threads."""
-    option(parser, "--store DIR", "folder of all artifacts (default: store, beside --out)", type=out_folder)
-    changed = "change a setting of all runs, such as training.steps=300 (repeatable)"
+    option(parser, "--store DIR", "folder for all artifacts (default: `store` beside --out)", type=out_folder)
+    changed = "change a setting in all runs, such as training.steps=300 (repeatable)"
     option(parser, "--set A.B=C", changed, action="append")
     add_shared(parser, "--json")
-    option(parser, "--threads N", "CPU threads of every task", default=1)
+    option(parser, "--threads N", "number of CPU threads per task", default=1)
 
 
 def _add_worker_options(parser: Parser) -> None:
     """Add the options of a study's workers and engine."""
-    engines = "run tasks in processes here (default), or on Ray"
+    engines = "run tasks in local processes (default), or on Ray"
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
-    option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the one this machine is in)")
+    option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the cluster of this machine)")
     parser.needs(address="engine")
-    option(parser, "--workers N", "tasks to run at a time on cores here (default: as there are cores)")
+    option(parser, "--workers N", "number of tasks that run together on local CPU cores (default: as many as fit)")
     add_shared(parser, "--force", "--open")
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Make all that is missing, then the report.
+    """Make all missing artifacts, then write the report.
 
     loopscope study run mano
     loopscope study run mano --workers 4 --threads 2
@@ -119,7 +119,8 @@ def _run(options: argparse.Namespace) -> None:
     loopscope study run ouro --model runs/small-ouro --data data/benchmarks \\
         --limit 100 --dtype float32
 
-    An interrupted study continues with the same command. Artifacts of other studies are used again.
+    If a study is interrupted, the same command continues it. LoopScope reuses the artifacts of other studies in the
+    store.
     """
     expanded = _expanded_study(options)
     from loopscope.studies.executors import run_study, training_left, training_time
@@ -158,19 +159,18 @@ def _worker_devices(options: argparse.Namespace, requested: str) -> list[str]:
 
 
 def _run_demo(options: argparse.Namespace) -> None:
-    """Train, record, diagnose and report five small models.
+    """Train, record and diagnose five small models, and write the report.
 
     loopscope demo --out runs/demo
     loopscope demo --out runs/quick --set training.steps=300
 
-    The same as `loopscope study run demo`. An interrupted demo continues with the same command; what is finished is
-    used again.
+    This command is the same as `loopscope study run demo`. If the demo is interrupted, the same command continues it.
     """
     _run(options)
 
 
 def _report_finished(options: argparse.Namespace) -> None:
-    """Write the report of what is finished.
+    """Write the report on the finished part of a study.
 
     loopscope study report mano  # of what is finished so far
     # one table; docs/how-to/paper.md lists all products
@@ -228,7 +228,7 @@ def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    """List the artifacts of a study, and which of them exist.
+    """List the artifacts of a study, and show which of them exist.
 
     loopscope study plan mano
     loopscope study plan paper --tflops 40  # the GPU hours at this rate
@@ -316,7 +316,7 @@ def _print_models(plan: "Plan") -> None:
 
 
 def _status(options: argparse.Namespace) -> None:
-    """Say how far a study has come.
+    """Show the progress of a study.
 
     loopscope study status mano
     """

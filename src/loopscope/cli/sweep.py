@@ -5,7 +5,8 @@ loopscope sweep runs/demo/fixed-geometric
 loopscope sweep VALIDATION TEST --readout margin --readout entropy \\
     --at 0.95 --json
 
-A run stands for its recordings. Thresholds are chosen on validation data and evaluated on test data.
+For a run, LoopScope takes its validation and test recordings. It chooses thresholds on validation data and evaluates
+them on test data.
 """
 
 import argparse
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope sweep` to the parser."""
     parser = add_verb(subparsers, "sweep", __doc__, execute)
-    two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them"
+    two = "a run or a folder of recordings; or two recordings: one to choose thresholds, one to evaluate them"
     option(parser, "recordings", two, type=inputs.recording_argument, nargs="+", metavar="RUN|RECORDING")
     swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")

@@ -38,16 +38,17 @@ def define_pretrain(subparsers: Any) -> None:
     texts = {"type": text_file, "nargs": "+", "required": True}
     option(parser, "settings", "a TOML file with the settings", type=partial(text_file, what="TOML file"))
     option(parser, "--text FILE", "text files to train on", **texts)
-    option(parser, "--validation FILE", "text files with other documents, to validate on", **texts)
+    option(parser, "--validation FILE", "text files with other documents, for validation", **texts)
     option(parser, "--out DIR", "folder of the run, which becomes a checkpoint", type=out_folder, required=True)
-    option(parser, "--start CHECKPOINT", "train this checkpoint further, in place of a new one", type=Path)
-    option(parser, "--teacher CHECKPOINT", "checkpoint to follow, with targets = 'teacher'", type=Path)
+    option(parser, "--start CHECKPOINT", "train this checkpoint further, instead of a new model", type=Path)
+    followed = "checkpoint whose logits are the targets, with targets = 'teacher'"
+    option(parser, "--teacher CHECKPOINT", followed, type=Path)
     parser.needs(teacher="start")
     add_shared(parser, "--set A.B=C", "--force", *COMPUTE)
 
 
 def _train_task(options: argparse.Namespace) -> None:
-    """Train a looped Transformer, or a custom model.
+    """Train a looped Transformer or a custom model on a task.
 
     loopscope train demo --out runs/mine
     loopscope train demo --out runs/gate --set objective.name=learned_gate \\
@@ -60,14 +61,15 @@ def _train_task(options: argparse.Namespace) -> None:
     torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
         --device cuda
 
-    A killed or interrupted run continues with the same command and ends bit-identical.
+    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
+    without interruption.
     """
     check_run_place(options.out, read_settings(options.settings, options.set))
     _train_with_workers(options, _task_run)
 
 
 def _pretrain(options: argparse.Namespace) -> None:
-    """Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
+    """Train a new Ouro and its tokenizer on a text, or train a checkpoint further.
 
     loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt \\
         --validation v.txt --out runs/small-ouro
@@ -78,13 +80,15 @@ def _pretrain(options: argparse.Namespace) -> None:
     loopscope pretrain heal.toml --start a --teacher a --set targets=teacher \\
         --text t.txt --validation v.txt --out b
 
-    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is
-    a checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
+    In a text file, <|endoftext|> separates the documents. In a .jsonl file, every line is a document {"text": ...}.
+    LoopScope first trains a byte-level BPE tokenizer on the text. The folder of the run becomes a checkpoint in Ouro's
+    layout.
 
-    With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps;
-    docs/how-to/training.md says what the TOML file may hold then.
+    With --start, the folder of the run becomes a checkpoint of the same kind, with the same tokenizer.
+    docs/how-to/training.md describes the TOML file for this case.
 
-    A killed or interrupted run continues with the same command and ends bit-identical.
+    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
+    without interruption.
     """
     for checkpoint in filter(None, (options.start, options.teacher)):
         find_model(checkpoint)

@@ -34,20 +34,20 @@ MOST_ROWS = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Hold a text to be continued.
+    """Hold a text to continue.
 
     Parameters
     ----------
     key
-        Comes back with every token.
+        A key that LoopScope returns with every token.
     tokens
         [M] the tokens of the prompt.
     forced
-        Tokens to write next, in place of the model's own choice (default: none).
+        Tokens to write next, instead of the model's own choices (default: none).
     policy
-        The exit rule of this prompt (default: that of all prompts).
+        The exit rule of this prompt (default: the rule for all prompts).
     number
-        The number of its random draws (default: its place among the prompts).
+        The number that selects the stream of random draws (default: the place among the prompts).
 
     Examples
     --------
@@ -133,7 +133,7 @@ def generate(
     Raises
     ------
     UserError
-        If the policy does not fit the model, or if the model writes no text.
+        If the policy does not fit the model, or if the model cannot write text.
 
     Examples
     --------
@@ -170,47 +170,48 @@ def stream(
     with_logits: bool = False,
     stats: GenerationStats | None = None,
 ) -> Iterator[Token]:
-    """Continue prompts, and give every token as soon as it is ready.
+    """Continue prompts, and yield every token as soon as it is ready.
 
-    The text of a prompt depends on no other prompt, even if tokens are drawn at random.
+    The continuation of a prompt does not depend on other prompts, even if tokens are drawn at random.
 
     Parameters
     ----------
     model
         A model with a KV cache, in evaluation mode.
     prompts
-        The prompts; a finished prompt gives its place to the next.
+        The prompts; when a text is finished, the next prompt takes its place.
     policy
-        The rule by which a token exits (default: every token runs all loops). A prompt's own policy comes first.
+        The rule by which a token exits (default: every token runs all loops). A prompt's own policy replaces it.
     max_new_tokens
-        The longest continuation (default: 128).
+        The maximum length of a continuation, in tokens (default: 128).
     stop
         Tokens that end a text.
     stopping_criterion
-        A function of key and token that tells whether the text ends.
+        A function of key and token that returns whether the text ends.
     cache
         Keys and values of a token that exited early: "full", "propagate" or "latest" (default: the cache that `policy`
         was calibrated for, or "full").
     sampling
-        How tokens are drawn (default: the likeliest token).
+        The sampling of tokens (default: always the likeliest token).
     lossless
-        Write the text of full depth, up to rounding: early exits are drafts, which full depth confirms or takes back.
+        Write the text of full depth, up to rounding: early exits only draft tokens, which full depth confirms or
+        replaces.
     batch_size
-        The number of prompts at a time (default: 8).
+        The number of prompts that run together (default: 8).
     with_logits
-        Give the logits with every token.
+        Return the logits with every token.
     stats
         An object that counts tokens and loops.
 
     Returns
     -------
     Iterator[Token]
-        The tokens, as they are ready.
+        The tokens, each as soon as it is ready.
 
     Raises
     ------
     UserError
-        If the policy does not fit the model, or if the model writes no text.
+        If the policy does not fit the model, or if the model cannot write text.
 
     Examples
     --------

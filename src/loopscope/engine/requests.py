@@ -42,26 +42,26 @@ class ScoredTokens(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Ask for one answer: a row of tokens, or a question with choices. Its rows exit together.
+    """Ask for one answer: to a row of tokens, or to a question with choices. The rows of a request exit together.
 
-    `choices` makes the request of a question.
+    `choices` makes a request from a question.
 
     Parameters
     ----------
     key
-        Comes back with the answer.
+        A key that LoopScope returns with the answer.
     rows
-        One row of tokens; or for a question one row for every choice.
+        One row of tokens; for a question, one row per choice.
     scored
-        For a question: the number of tokens at the end of each row that are the choice.
+        For a question: the number of tokens at the end of each row that belong to the choice.
     norms
-        The number by which the log-probability of every choice is divided (default: 1).
+        The number by which LoopScope divides the log-probability of each choice (default: 1).
     shared
-        The number of tokens at the beginning that other requests begin with, too; they run once.
+        The number of tokens at the beginning that other requests share; these tokens run only once.
     whole
-        Run the last token of every choice, which only a mean over its states needs.
+        Whether to run the last token of every choice too; only a mean over the states needs it.
     score
-        The kind of the norms: "sum" (none), "per_character" or "per_byte".
+        The kind of score that the norms give: "sum" (no norms), "per_character" or "per_byte".
 
     Raises
     ------
@@ -120,12 +120,12 @@ class Request:
 
     @cached_property
     def prefix(self) -> bytes:
-        """Return the shared tokens as bytes, which tell requests with other prefixes apart."""
+        """Return the shared tokens as bytes, which differ between requests with different prefixes."""
         return self.rows[0][: self.shared].tobytes()
 
     @cached_property
     def ran(self) -> list[int]:
-        """Return the number of tokens of every row that run, with those that are shared."""
+        """Return the number of tokens of every row that run, including the shared tokens."""
         return [len(row) - (len(self.scored) > 0 and not self.whole) for row in self.rows]
 
     @cached_property
@@ -135,7 +135,7 @@ class Request:
 
     @cached_property
     def tokens(self) -> Integers:
-        """Return the trunk after the shared tokens, and all branches, one after the other."""
+        """Return the tokens of the trunk after the shared tokens, and then the tokens of all branches."""
         if not self.scored:
             return self.rows[0][self.shared :]
         tails = (row[self.trunk : end] for row, end in zip(self.rows, self.ran, strict=True))
@@ -143,7 +143,7 @@ class Request:
 
     @cached_property
     def prediction(self) -> ScoredTokens:
-        """Return where each scored token is predicted: in its branch, or at the end of the trunk."""
+        """Return the position that predicts each scored token: in its branch, or at the end of the trunk."""
         start = self.trunk - self.shared
         last, places, ends, tokens, owners = start - 1, [], [], [], []
         for choice, (row, count, length) in enumerate(zip(self.rows, self.scored, self.branches, strict=True)):
@@ -173,7 +173,7 @@ def choices(
     Parameters
     ----------
     key
-        Comes back with the answer.
+        A key that LoopScope returns with the answer.
     context
         [M] tokens that all choices continue.
     continuations
@@ -189,7 +189,7 @@ def choices(
     Raises
     ------
     UserError
-        If a choice is empty, or if the context is.
+        If a choice or the context is empty.
 
     Examples
     --------

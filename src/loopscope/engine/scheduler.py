@@ -46,11 +46,11 @@ class Answer(msgspec.Struct, frozen=True, eq=False):
     Parameters
     ----------
     key
-        The key of its request; for plain rows of tokens, their place.
+        The key of the request; for a plain row of tokens, its place in the input.
     loop
-        The loop at which it exited.
+        The loop at which the row or question exited.
     logits
-        [V] class logits, or [C] scores of the choices of a question.
+        [V] logits of the classes, or [C] scores of the choices of a question.
     greedy
         [C] whether greedy decoding would write each choice; None unless `run` was called with `greedy`.
 
@@ -82,38 +82,40 @@ def run(
     mean: bool | None = None,
     greedy: bool = False,
 ) -> Iterator[Answer]:
-    """Answer rows of tokens with adaptive depth; each answer comes when its row exits.
+    """Answer rows of tokens with adaptive depth; yield each answer as soon as its row exits.
 
     Parameters
     ----------
     model
         A looped model in evaluation mode (`model.eval()`).
     inputs
-        Rows of tokens: an array [N, M], or vectors of any lengths. Also `Request` objects, which bring their own keys,
-        for questions with choices and shared prefixes. They are read when the batch has room, so a generator may be
-        endless.
+        Rows of tokens: an array [N, M], or vectors of any lengths. For questions with choices and for shared prefixes,
+        pass `Request` objects, which have their own keys. LoopScope reads an input when the batch has room, so a
+        generator may be endless.
     policy
         The rule by which a row exits. `ExitPolicy("fixed", T)` runs all T loops.
     batch_size
-        The largest number of rows that run together (default: 64).
+        The maximum number of rows that run together (default: 64).
     num_loops
-        Full depth (default: the model's).
+        The number of loops at full depth (default: as in the model).
     batch_tokens
-        The largest number of tokens that run together (default: no limit); a longer row runs alone.
+        The maximum number of tokens that run together (default: no limit); a longer row runs alone.
     mean
-        Average the gate and the state of a question over the tokens of its choices (default: as the policy was made).
+        Average the gate and the state of a question over the tokens of its choices (default: as in the calibration of
+        the policy).
     greedy
-        Tell for every choice whether the model would write it itself (default: no).
+        Report for every choice whether greedy decoding would write it (default: no).
 
     Returns
     -------
     Iterator[Answer]
-        The answers, in the order in which the rows exit. The key of a plain row is its place.
+        The answers, in the order in which the rows exit. The key of a plain row is its place in the input.
 
     Raises
     ------
     UserError
-        If the policy does not fit the model, or if the model cannot take a row. The rows before it are answered first.
+        If the policy does not fit the model, or if the model cannot take a row. LoopScope first answers the rows before
+        it.
 
     Examples
     --------

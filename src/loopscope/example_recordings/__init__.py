@@ -38,13 +38,14 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     Parameters
     ----------
     name
-        The example (default: "demo"). "demo" has five models like those of `loopscope demo`, trained for 2,400 steps:
-        two with a fixed prior, two with a jointly trained gate, one with a decoupled gate.
+        The name of the example (default: "demo"). "demo" has five models like those of `loopscope demo`, trained for
+        2,400 steps: two with a fixed prior, two with a jointly trained gate, and one with a decoupled gate.
 
     Returns
     -------
     dict[str, tuple[Trajectory, Trajectory]]
-        The validation and the test recording of every model, by its name; `ls.report` and `ls.transfer` take it whole.
+        The validation and the test recording of every model, by name; you can pass the dictionary to `ls.report` and
+        `ls.transfer`.
 
     Raises
     ------

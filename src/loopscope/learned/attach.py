@@ -20,24 +20,24 @@ def by_readout(gates: Mapping[str, Fitted]) -> dict[str, Fitted]:
 
 
 def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
-    """Add fitted gates and stoppers to a recording, as readouts.
+    """Add fitted gates and stoppers to a recording as readouts.
 
     Parameters
     ----------
     trajectory
-        A recording of the model to which they were fitted.
+        A recording of the model to which the gates and stoppers were fitted.
     gates
         Fitted gates and stoppers, by name.
 
     Returns
     -------
     Trajectory
-        The recording with the signal `gate:NAME` or `stopper:NAME` of each.
+        The recording, with a signal `gate:NAME` or `stopper:NAME` for each gate or stopper.
 
     Raises
     ------
     UserError
-        If one was fitted to another model, or if the recording lacks what it reads.
+        If a gate or stopper was fitted to another model, or if the recording lacks the arrays that it reads.
 
     Examples
     --------

@@ -34,20 +34,20 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FittedGate:
-    """Map pooled states to halt logits: a gate that was fitted to a frozen trajectory.
+    """Map pooled states to halt logits, with a gate that was fitted to a frozen trajectory.
 
-    `fit_gate` makes it. Its readout is `gate:NAME`.
+    `fit_gate` makes a fitted gate. Its readout is `gate:NAME`.
 
     Parameters
     ----------
     weight
-        [D] of a linear gate, or [H] after a hidden layer.
+        [D] weights of a linear gate, or [H] weights after a hidden layer.
     bias
-        A number.
+        The bias, a number.
     weight_1, bias_1
-        [H, D] and [H] of the hidden layer with GELU (default: none).
+        [H, D] weights and [H] biases of the hidden layer with GELU (default: no hidden layer).
     provenance
-        How it was fitted, and to which weights.
+        The settings of the fit, and the hash of the model's weights.
 
     Raises
     ------
@@ -92,7 +92,7 @@ class FittedGate:
 
     @property
     def width(self) -> int:
-        """Return D, the width of the states that it reads."""
+        """Return D, the width of the states that the gate reads."""
         return int(self.weight.shape[0] if self.weight_1 is None else self.weight_1.shape[1])
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class FittedGate:
 
     @property
     def tensors(self) -> dict[str, Array]:
-        """Return its arrays by name."""
+        """Return the arrays of the gate by name."""
         return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
 
     def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
@@ -131,7 +131,7 @@ class FittedGate:
         return states @ self.weight.astype(np.float64) + self.bias
 
     def values(self, trajectory: Trajectory) -> Signal:
-        """Compute the exit CDF on a recording.
+        """Compute the cumulative exit probabilities (CDF) on a recording.
 
         Parameters
         ----------
@@ -141,12 +141,12 @@ class FittedGate:
         Returns
         -------
         NDArray[np.float64]
-            [N, T] the probability of having exited by each loop.
+            [N, T] the probability that an example has exited by each loop.
 
         Raises
         ------
         UserError
-            If the recording keeps no hidden states.
+            If the recording has no hidden states.
         """
         if trajectory.hidden is None:
             raise UserError(
@@ -158,7 +158,7 @@ class FittedGate:
         return exit_cdf(logits)
 
     def check(self, weights: str | None) -> None:
-        """Reject another model than the one to which it was fitted.
+        """Reject a model other than the one to which the gate was fitted.
 
         Parameters
         ----------
@@ -168,12 +168,12 @@ class FittedGate:
         Raises
         ------
         UserError
-            If it was fitted to another model.
+            If the gate was fitted to another model.
         """
         check_host(self.provenance, weights, "gate")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which it was fitted, for choosing its threshold or measuring it.
+        """Reject data to which the gate was fitted; such data must neither choose its threshold nor measure it.
 
         Parameters
         ----------
@@ -183,12 +183,12 @@ class FittedGate:
         Raises
         ------
         UserError
-            If it was fitted to this data.
+            If the gate was fitted to this data.
         """
         check_other_data(self.provenance, recording, "gate")
 
     def save(self, folder: str | Path) -> None:
-        """Write the gate to a folder, whole or not at all.
+        """Write the gate to a folder; an interrupted write leaves no partial gate.
 
         Parameters
         ----------
@@ -198,14 +198,14 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the folder holds something else.
+            If the folder holds anything but a gate.
         """
         files = {GATE_WEIGHTS: self.tensors}
         save_artifact(folder, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance, files)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read a gate and check its file against its hash.
+        """Read a gate, and check its file against the stored hash.
 
         Parameters
         ----------
@@ -227,14 +227,14 @@ class FittedGate:
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
-        """Make a gate of its arrays.
+        """Make a gate from its arrays.
 
         Parameters
         ----------
         tensors
             The arrays by name.
         provenance
-            How it was fitted, and to which weights.
+            The settings of the fit, and the hash of the model's weights.
 
         Returns
         -------

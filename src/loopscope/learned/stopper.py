@@ -49,29 +49,30 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stopper:
-    """Decide by a forest on all recorded signals, at a loop and the one before it.
+    """Decide on exits with a forest that reads all recorded signals of a loop and of the loop before.
 
-    `fit_stopper` makes it. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on by
-    backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting loses.
+    `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on
+    by backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting
+    loses.
 
     Parameters
     ----------
     kind
         "induction" or "classifier".
     signals
-        The names of the F signals that it reads.
+        The names of the F signals that the stopper reads.
     edges
-        [T-1, F, E] the edges of the bins of each signal; inf if there are fewer.
+        [T-1, F, E] the edges of each signal's bins; inf fills the places of missing edges.
     roots
         [T-1, K] the first node of every tree.
     feature, threshold, below, above
-        [M] the test of each node, and its next nodes; a leaf leads to itself.
+        [M] the test of each node, and the next nodes; a leaf leads to itself.
     value
-        [M, G] the gain of another loop at each price; for a classifier [M, 1] probabilities.
+        [M, G] the gain of another loop at each price; for a classifier, [M, 1] probabilities.
     prices
-        [G] prices of a loop, rising from 0; empty for a classifier.
+        [G] prices of a loop, in rising order from 0; empty for a classifier.
     provenance
-        How it was fitted, and to which weights.
+        The settings of the fit, and the hash of the model's weights.
 
     Raises
     ------
@@ -140,7 +141,7 @@ class Stopper:
 
     @property
     def num_loops(self) -> int:
-        """Return T, the full depth to which it was fitted."""
+        """Return T, the full depth to which the stopper was fitted."""
         return len(self.roots) + 1
 
     def __repr__(self) -> str:
@@ -148,16 +149,16 @@ class Stopper:
 
     @property
     def tensors(self) -> dict[str, Array]:
-        """Return its arrays by name."""
+        """Return the arrays of the stopper by name."""
         return {name: getattr(self, name) for name in _TENSORS}
 
     @property
     def contents(self) -> StopperContents:
-        """Return its kind and its signals, as a file has them."""
+        """Return the kind and the signals, in the form in which a file stores them."""
         return StopperContents(kind=self.kind, signals=list(self.signals))
 
     def check(self, weights: str | None) -> None:
-        """Reject another model than the one to which it was fitted.
+        """Reject a model other than the one to which the stopper was fitted.
 
         Parameters
         ----------
@@ -167,12 +168,12 @@ class Stopper:
         Raises
         ------
         UserError
-            If it was fitted to another model.
+            If the stopper was fitted to another model.
         """
         check_host(self.provenance, weights, "stopper")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which it was fitted, for choosing its threshold or measuring it.
+        """Reject data to which the stopper was fitted; such data must neither choose its threshold nor measure it.
 
         Parameters
         ----------
@@ -182,12 +183,12 @@ class Stopper:
         Raises
         ------
         UserError
-            If it was fitted to this data.
+            If the stopper was fitted to this data.
         """
         check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject another full depth than the one to which it was fitted.
+        """Reject a full depth other than the one to which the stopper was fitted.
 
         Parameters
         ----------
@@ -197,7 +198,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If it differs.
+            If the full depth differs.
         """
         if num_loops != self.num_loops:
             raise UserError(
@@ -206,17 +207,17 @@ class Stopper:
             )
 
     def values(self, trajectory: Trajectory) -> Signal:
-        """Compute its signal on a recording.
+        """Compute the signal of the stopper on a recording.
 
         Parameters
         ----------
         trajectory
-            A recording with the signals that it reads.
+            A recording with the signals that the stopper reads.
 
         Returns
         -------
         NDArray[np.float64]
-            [N, T] the signal; 0 at full depth.
+            [N, T] the signal, which is 0 at full depth.
 
         Raises
         ------
@@ -231,19 +232,19 @@ class Stopper:
         return result
 
     def step(self, now: Array, state: State | None) -> tuple[Signal, State]:
-        """Compute its signal for rows at different loops.
+        """Compute the signal of the stopper for rows at different loops.
 
         Parameters
         ----------
         now
             [N, F] the signals at this loop.
         state
-            The state after the loop before; None at loop 1.
+            The state after the previous loop; None at loop 1.
 
         Returns
         -------
         tuple[NDArray[np.float64], State]
-            [N] its signal, and the state for the next loop.
+            [N] the signal, and the state for the next loop.
         """
         if state is None:
             state = (np.zeros(len(now), dtype=np.int64), np.zeros(now.shape, dtype=np.int32))
@@ -256,7 +257,7 @@ class Stopper:
         return scores, (loops + 1, bins)
 
     def readout(self) -> Readout:
-        """Make the readout that runs it live.
+        """Make the readout with which the stopper runs live.
 
         Returns
         -------
@@ -293,7 +294,7 @@ class Stopper:
         return self.feature.astype(np.intp), children.astype(np.intp)
 
     def save(self, folder: str | Path) -> None:
-        """Write the stopper to a folder, whole or not at all.
+        """Write the stopper to a folder; an interrupted write leaves no partial stopper.
 
         Parameters
         ----------
@@ -303,13 +304,13 @@ class Stopper:
         Raises
         ------
         UserError
-            If the folder holds something else.
+            If the folder holds anything but a stopper.
         """
         save_artifact(folder, GATE, GATE_SCHEMA, plain(self.contents), self.provenance, {GATE_WEIGHTS: self.tensors})
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read a stopper and check its file against its hash.
+        """Read a stopper, and check its file against the stored hash.
 
         Parameters
         ----------
@@ -331,16 +332,16 @@ class Stopper:
 
     @classmethod
     def of_tensors(cls, contents: StopperContents, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
-        """Make a stopper of its arrays.
+        """Make a stopper from its arrays.
 
         Parameters
         ----------
         contents
-            Its kind and its signals.
+            The kind and the signals of the stopper.
         tensors
             The arrays by name.
         provenance
-            How it was fitted, and to which weights.
+            The settings of the fit, and the hash of the model's weights.
 
         Returns
         -------

@@ -44,15 +44,15 @@ class StopperSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     kind
-        "induction" or "classifier".
+        The kind: "induction" estimates the gain of going on, "classifier" the probability that exiting loses.
     gain
         What a loop can gain: "correct" answers, or "agreement" with full depth, which needs no labels.
     trees
-        Trees of a loop.
+        The number of trees per loop.
     leaf
-        The smallest number of examples in a leaf (default: one in two hundred, and at least 10).
+        The minimum number of examples in a leaf (default: one in two hundred examples, but at least 10).
     seed
-        The seed.
+        The random seed.
     """
 
     kind: StopperKind = "induction"
@@ -79,24 +79,24 @@ def fit_stopper(
     Parameters
     ----------
     recording
-        A recording of the train split, or one without a split.
+        A recording of the train split, or a recording without a split.
     settings
-        `StopperSettings` (default: its defaults).
+        `StopperSettings` (default: `StopperSettings()`).
     signals
-        The names of the signals to read (default: all that the recording has).
+        The names of the signals to read (default: all signals of the recording).
     **changes
-        Other values of the settings: `kind="classifier"`, `gain="agreement"` (needs no labels), `trees=`, `leaf=`,
-        `seed=`.
+        Changes of the settings, such as `kind="classifier"` or `gain="agreement"` (which needs no labels); also
+        `trees=`, `leaf=` and `seed=`.
 
     Returns
     -------
     Stopper
-        The stopper, as a readout `stopper:NAME` once it is attached.
+        The stopper. `attach` makes it a readout `stopper:NAME`.
 
     Raises
     ------
     UserError
-        If the recording is too small, is for evaluation, or has no signal to read.
+        If the recording is too small, is for evaluation, or has no signal.
 
     Examples
     --------

@@ -65,28 +65,29 @@ def load_model(
     revision: str | None = None,
     pack: bool = True,
 ) -> LoopedModel:
-    """Load a looped model, ready to be evaluated.
+    """Load a looped model for evaluation.
 
-    LoopScope rejects weights that are not finite, and files that were altered since training.
+    LoopScope rejects weights that are not finite, and files that changed after training.
 
     Parameters
     ----------
     source
         The folder of a run or a checkpoint, or a name on the Hub.
     device
-        Where the model runs (default: "cpu").
+        The device on which the model runs (default: "cpu").
     dtype
-        "float32", "bfloat16", "float16" or, on a CPU, "int8" (default: as in its file). With int8, linear layers
-        compute in int8 and all else in float32; such a model cannot be trained.
+        "float32", "bfloat16", "float16" or, on a CPU, "int8" (default: as stored). With int8, linear layers compute in
+        int8 and all other layers in float32; such a model cannot be trained.
     revision
         The revision on the Hub (default: the newest).
     pack
-        On a CPU, rearrange large matrices where that is faster (the default). Such a model cannot be trained.
+        On a CPU, rearrange large matrices if that is faster (default: yes). A model with rearranged matrices cannot be
+        trained.
 
     Returns
     -------
     LoopedModel
-        The model in evaluation mode, without gradients.
+        The model in evaluation mode; its parameters have no gradients.
 
     Raises
     ------

@@ -21,22 +21,22 @@ _SIZES = {"num_loops": "loops", "block_size": "block_size", "vocab_size": "vocab
 
 
 def register_model(model: str | type[LoopedModel]) -> str:
-    """Let runs of a custom class be trained, loaded, recorded and run.
+    """Register a custom class, so that its runs can be trained, loaded, recorded and run.
 
     Parameters
     ----------
     model
-        The class, or "module:Class", which is imported.
+        The class, or its name "module:Class", which LoopScope imports.
 
     Returns
     -------
     str
-        Its name for the settings of a run: `model = NAME`.
+        The name of the class for the settings of a run: `model = NAME`.
 
     Raises
     ------
     UserError
-        If it cannot be imported, or if it is no `LoopedModel`.
+        If the class cannot be imported, or if it is not a `LoopedModel`.
 
     Examples
     --------

@@ -104,11 +104,11 @@ class Loops:
 
 
 class LoopedModel(nn.Module):
-    """Be the base of every looped model: embed tokens, apply the shared block, read the state.
+    """Serve as the base of every looped model: embed tokens, apply the shared block, read the state.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`; with a gate
-    also `halt`. It declares what else it can do (`kv_cache`, `branches`, `causal`). `check_model` compares that with a
-    plain pass. `SimpleLoopedModel` is the shorter way.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`. With a gate,
+    it also defines `halt`. It declares its other capabilities (`kv_cache`, `branches`, `causal`), and `check_model`
+    tests them against a plain pass. `SimpleLoopedModel` needs less code.
 
     Shapes: B rows, M tokens of the longest row, S states of all tokens, T loops, D width, V vocabulary.
 
@@ -120,39 +120,39 @@ class LoopedModel(nn.Module):
     """
 
     num_loops: int
-    """T, the depth the model was trained for."""
+    """T, the number of loops for which the model was trained."""
     block_size: int
-    """The longest row that the model takes."""
+    """The maximum length of a row in tokens."""
     vocab_size: int
     head_attends: bool = False
-    """Whether `head_input` attends to other tokens, so that it must be computed for all tokens."""
+    """Whether `head_input` attends to other tokens; then LoopScope computes it for all tokens."""
     embed_cost: float = 0.0
     head_cost: float = 0.0
     """The cost of `embed` and `head_input` in loops: layers of prelude and coda, divided by layers of the core."""
     tied: Mapping[str, str] = MappingProxyType({})
-    """Tensors that are the same as another tensor, so that a checkpoint may leave them out."""
+    """Tensors that equal another tensor, so that a checkpoint may omit them."""
     causal: ClassVar[bool] = True
-    """Whether a token's state depends only on earlier tokens; then rows with a common prefix can share states."""
+    """Whether a token's state depends only on tokens up to it; then rows with a common prefix can share states."""
     kv_cache: ClassVar[bool] = False
-    """Whether tokens attend to the cached keys and values in `layout.cache`: by `cached_attention`, in every attention
-    layer."""
+    """Whether tokens attend to the cached keys and values in `layout.cache`, through `cached_attention` in every
+    attention layer."""
     branches: ClassVar[bool] = False
-    """Whether the branches of a row (`layout.host_branches`) see its trunk and themselves, and not each other."""
+    """Whether each branch of a row (`layout.host_branches`) sees only the trunk and itself, not the other branches."""
     any_depth: ClassVar[bool] = True
-    """Whether more loops than `num_loops` make sense; False if a model has weights for each loop."""
+    """Whether the model can run more loops than `num_loops`; False if the model has weights for each loop."""
     gradient_checkpointing: bool = False
-    """Whether backward runs each loop again, so that the states inside the loop need no memory."""
+    """Whether the backward pass runs each loop again, so that the states inside the loop need no memory."""
     unneeded: tuple[str, ...] = ()
-    """Endings of tensor names that a checkpoint may have, and that follow from other tensors."""
+    """Endings of the names of tensors that a checkpoint may have although they follow from other tensors."""
 
     _identity: tuple[list[Any], str | Callable[[], str]] | None = None
-    """A fingerprint of the tensors, with their hash or a function that computes the hash."""
+    """A fingerprint of the tensors, with their hash or with a function that computes the hash."""
 
     @property
     def weights_sha256(self) -> str:
-        """Return the hash that tells this model from any other: of its file, or of its parameters.
+        """Return the hash that identifies this model: the hash of its file, or of its parameters.
 
-        Changed parameters or another precision make another model.
+        A model with changed parameters or another precision has another hash.
         """
         if not self.is_identified:
             self.identify_by(lambda: tensors_sha256(self._stored_tensors()))
@@ -164,12 +164,12 @@ class LoopedModel(nn.Module):
 
     @property
     def configuration_sha256(self) -> str | None:
-        """Return the hash of the configuration; None if none describes the model."""
+        """Return the hash of the configuration; None if the model has no configuration."""
         return None
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights: "int8" for `load_model`'s; of torchao's, their kind, too."""
+        """Return the precision of the weights: "int8" after loading with int8; for torchao, also the kind of weight."""
         if any(isinstance(layer, Int8Linear) for layer in self.modules()):
             return "int8"
         kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
@@ -178,16 +178,16 @@ class LoopedModel(nn.Module):
 
     @property
     def is_identified(self) -> bool:
-        """Tell whether the weights are still those for which `identify_by` was called."""
+        """Tell whether the weights are unchanged since the call of `identify_by`."""
         return self._identity is not None and self._identity[0] == self._fingerprint()
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
-        """Set the function that hashes the weights as they are now; it is called when the hash is needed.
+        """Set the function that hashes the current weights; LoopScope calls it when it needs the hash.
 
         Parameters
         ----------
         hashed
-            Returns the hash.
+            A function that returns the hash.
         """
         self._identity = (self._fingerprint(), hashed)
 
@@ -212,9 +212,9 @@ class LoopedModel(nn.Module):
                 yield from plain_tensors(key, tensor)
 
     def compile(self, **options: Any) -> None:
-        """Compile `step` with torch.compile, as one graph; attention stays as it is.
+        """Compile `step` with torch.compile, as one graph; attention stays uncompiled.
 
-        The first loops take long: then PyTorch compiles.
+        The first loops take long, because PyTorch compiles during them.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         tokens
-            [S] tokens of all rows, one after the other.
+            [S] the tokens of all rows, one row after the other.
         layout
             The places of the rows in the state.
 
@@ -267,7 +267,7 @@ class LoopedModel(nn.Module):
 
     @abstractmethod
     def step(self, state: LoopState) -> LoopState:
-        """Apply the shared block once.
+        """Run one loop: apply the shared block once.
 
         Parameters
         ----------
@@ -281,36 +281,36 @@ class LoopedModel(nn.Module):
         """
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Read the state as the head and the gate do.
+        """Read the state in the form in which the head and the gate read it.
 
         Parameters
         ----------
         state
             The state of rows.
         positions
-            [B] one position a row (default: all tokens).
+            [B] the position in each row to read (default: every token).
 
         Returns
         -------
         Tensor
-            [B, D] at these positions, or [S, D].
+            [B, D] states at these positions, or [S, D] states of all tokens.
         """
         return state.at(positions)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Compute what `predict` reads: `pooled`, unless the model does more before its head.
+        """Compute the input of `predict`: `pooled`, unless the model has more layers before its head.
 
         Parameters
         ----------
         state
             The state of rows.
         positions
-            [B] one position a row (default: all tokens).
+            [B] the position in each row to read (default: every token).
 
         Returns
         -------
         Tensor
-            In the shape of `pooled`.
+            The input of the head, in the shape of `pooled`.
         """
         return self.pooled(state, positions)
 
@@ -321,7 +321,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         head_input
-            [..., D] what the head reads.
+            [..., D] the input of the head.
 
         Returns
         -------
@@ -345,36 +345,37 @@ class LoopedModel(nn.Module):
         return None
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor | None:
-        """Compute `pooled` after one more loop, without anything that is not read then.
+        """Compute `pooled` after one more loop, without computing values that nothing reads afterwards.
 
         Parameters
         ----------
         state
             The state of rows before their last loop.
         positions
-            [B] one position a row.
+            [B] the position in each row to read.
 
         Returns
         -------
         Tensor or None
-            [B, D]; None if the model cannot leave anything out.
+            [B, D] states at these positions; None if the model cannot omit anything.
         """
         return None
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
-        """Compute `pooled` after one more loop before that loop is complete, so that rows that exit skip its rest.
+        """Compute `pooled` of the next loop before the loop is complete, so that rows that exit skip the rest of it.
 
         Parameters
         ----------
         state
             The state of rows.
         positions
-            [B] one position a row.
+            [B] the position in each row to read.
 
         Returns
         -------
         tuple[Tensor, LoopState] or None
-            [B, D], and the state from which `finish_step` goes on; None if the model's loops are not divided.
+            [B, D] states, and the state from which `finish_step` continues; None if the model does not divide its
+            loops.
         """
         return None
 
@@ -384,7 +385,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         begun
-            The state in the middle of the loop, of all rows or of some.
+            The state in the middle of the loop, for all rows or for some of them.
 
         Returns
         -------
@@ -394,16 +395,16 @@ class LoopedModel(nn.Module):
         raise NotImplementedError
 
     def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
-        """Compute the state before the first loop, of padded rows.
+        """Compute the state of padded rows before the first loop.
 
         Parameters
         ----------
         tokens
-            [B, M] tokens; those on the CPU go to the model's device.
+            [B, M] tokens; LoopScope moves tokens on the CPU to the model's device.
         lengths
-            [B] where each row ends (default: M).
+            [B] the length of each row (default: M).
         share
-            Keep common beginnings of rows once, if the model is causal.
+            If the model is causal, store common beginnings of rows only once.
 
         Returns
         -------
@@ -424,12 +425,12 @@ class LoopedModel(nn.Module):
         return self.begin_packed(layout.pack(upload(tokens, device)), layout)
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        """Compute the state before the first loop, of packed rows.
+        """Compute the state of packed rows before the first loop.
 
         Parameters
         ----------
         tokens
-            [S] tokens of all rows, one after the other.
+            [S] the tokens of all rows, one row after the other.
         layout
             The places of the rows in the state.
 
@@ -441,7 +442,7 @@ class LoopedModel(nn.Module):
         Raises
         ------
         UserError
-            If a row is longer than `block_size`, or if the layout takes what the model does not declare.
+            If a row is longer than `block_size`, or if the layout needs a capability that the model does not declare.
         """
         if layout.cache is not None:
             self.require("kv_cache", "Rows after cached tokens")
@@ -451,7 +452,7 @@ class LoopedModel(nn.Module):
         return self.embed(tokens, layout)
 
     def require_evaluation(self) -> None:
-        """Reject a model in training mode, whose dropout would change every answer.
+        """Reject a model in training mode, because dropout would change every answer.
 
         Raises
         ------
@@ -462,7 +463,7 @@ class LoopedModel(nn.Module):
             raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
 
     def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
-        """Reject a use that the model does not declare.
+        """Reject a use for which the model does not declare the capability.
 
         Parameters
         ----------
@@ -474,7 +475,7 @@ class LoopedModel(nn.Module):
         Raises
         ------
         UserError
-            If the model does not declare it.
+            If the model does not declare the capability.
         """
         if not getattr(self, capability):
             raise UserError(
@@ -483,17 +484,17 @@ class LoopedModel(nn.Module):
             )
 
     def set_depth(self, loops: int) -> None:
-        """Run another number of loops from now on than in training.
+        """Set the number of loops at full depth, which may differ from training.
 
         Parameters
         ----------
         loops
-            The number of loops, from 1 on.
+            The number of loops, at least 1.
 
         Raises
         ------
         UserError
-            If the model learned something for each loop, or if it fails beyond the last.
+            If the model cannot run this many loops, for instance because it has weights for each loop.
         """
         trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
         if loops == trained:
@@ -509,17 +510,17 @@ class LoopedModel(nn.Module):
             raise UserError(f"{beyond} ({reason(error)}); ask for fewer.") from error
 
     def ideal_speedup(self, loops: float) -> float:
-        """Compute how much faster than full depth a token could be, counted in layers.
+        """Compute the ideal speed-up of a token over full depth, counted in layers.
 
         Parameters
         ----------
         loops
-            Average loops.
+            The average loops of a token.
 
         Returns
         -------
         float
-            The speed-up; layers before and after the loops count once.
+            The speed-up; layers before and after the loops count only once.
         """
         overhead = self.embed_cost + self.head_cost
         return (self.num_loops + overhead) / (loops + overhead)
@@ -530,7 +531,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         length
-            Tokens of the longest row.
+            The number of tokens in the longest row.
 
         Raises
         ------
@@ -546,16 +547,16 @@ class LoopedModel(nn.Module):
     def unroll(
         self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
-        """Apply loop after loop.
+        """Run loops one after the other.
 
         Parameters
         ----------
         state
-            The state before them.
+            The state before these loops.
         num_loops
             The number of loops (default: all).
         cache
-            A function of the loop that returns the cached tokens before the rows (default: none).
+            A function from a loop to the cached tokens that precede the rows (default: none).
 
         Returns
         -------
@@ -576,19 +577,19 @@ class LoopedModel(nn.Module):
         return checkpoint(step, state.hidden, use_reentrant=False)  # draws the same random numbers again, if any
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute `pooled` and `head_input`; they are one tensor unless the head attends.
+        """Compute `pooled` and `head_input`, which are the same tensor unless the head attends.
 
         Parameters
         ----------
         state
             The state of rows.
         positions
-            [B] one position a row (default: all tokens).
+            [B] the position in each row to read (default: every token).
 
         Returns
         -------
         tuple[Tensor, Tensor]
-            Both, in the shape of `pooled`.
+            `pooled` and `head_input`, both in the shape of `pooled`.
         """
         pooled = self.pooled(state, positions)
         return pooled, self.head_input(state, positions) if self.head_attends else pooled
@@ -596,18 +597,18 @@ class LoopedModel(nn.Module):
     def deepest(
         self, state: LoopState, num_loops: int, positions: Tensor | None = None, truncated: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply loops and read the last one only.
+        """Run loops, and read only the state after the last loop.
 
         Parameters
         ----------
         state
-            The state before them.
+            The state before these loops.
         num_loops
             The number of loops.
         positions
-            [B] one position a row (default: all tokens).
+            [B] the position in each row to read (default: every token).
         truncated
-            Let gradients flow through the last so many loops only (default: through all).
+            The number of last loops through which gradients flow (default: all).
 
         Returns
         -------
@@ -635,17 +636,17 @@ class LoopedModel(nn.Module):
         tokens
             [B, M] tokens.
         lengths
-            [B] where each row ends (default: M).
+            [B] the length of each row (default: M).
         num_loops
             The number of loops (default: all).
         positions
-            [B] one position a row (default: all tokens).
+            [B] the position in each row to read (default: every token).
 
         Returns
         -------
         Loops
-            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; without M if there are positions.
-            Pooled states beyond a row's end are zero.
+            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; with `positions`, without M.
+            Pooled states after the end of a row are zero.
         """
         depth = self.num_loops if num_loops is None else num_loops
         assert depth >= 1
@@ -698,13 +699,13 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 
 
 class SimpleLoopedModel(LoopedModel):
-    """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt if it has a gate.
+    """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt with a gate.
 
-    LoopScope can record, diagnose, calibrate and run such a model row by row. Text and questions with choices need a KV
-    cache and branches: derive from `LoopedModel`.
+    LoopScope can record, diagnose and calibrate such a model, and run it row by row. Text and questions with choices
+    need a KV cache and branches; for these, derive from `LoopedModel`.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`; with a
-    gate also `halt`.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. With a
+    gate, it also defines `halt`.
 
     Examples
     --------
@@ -734,7 +735,7 @@ class SimpleLoopedModel(LoopedModel):
         tokens
             [B, M] tokens.
         mask
-            [B, M] false where a row is padded.
+            [B, M] false at padding.
 
         Returns
         -------
@@ -744,14 +745,14 @@ class SimpleLoopedModel(LoopedModel):
 
     @abstractmethod
     def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Apply one loop; nothing may attend to padding.
+        """Run one loop; no token may attend to padding.
 
         Parameters
         ----------
         hidden
             [B, M, D] hidden states.
         mask
-            [B, M] false where a row is padded.
+            [B, M] false at padding.
 
         Returns
         -------

@@ -67,9 +67,9 @@ def loop(
     injection: bool = False,
     gate: Literal["none", "linear"] = "none",
 ) -> LoopedCheckpoint:
-    """Write an ordinary language model as a looped one.
+    """Make a looped model from an ordinary language model.
 
-    With all layers and no damping, loop 1 is the original model. Nothing is trained.
+    If you drop no layers and the damping is 1, loop 1 is the original model. The function trains nothing.
 
     Parameters
     ----------
@@ -78,29 +78,29 @@ def loop(
     out
         The folder of the looped checkpoint.
     prelude
-        The number of first layers, which run once.
+        The number of layers at the beginning, which run once.
     core
-        The number of layers after them, which run in every loop. The rest runs at every exit.
+        The number of layers after the prelude, which run in every loop. The remaining layers run at every exit.
     loops
         The number of loops at full depth.
     drop
-        Numbers of layers to leave out (default: none).
+        The layers to leave out, numbered from 0 (default: none).
     damping
-        X in h + X (core(h) - h), which a loop gives (default: 1).
+        The factor X of a loop's update: h becomes h + X (core(h) - h) (default: 1).
     injection
-        Add a map of the prelude's output before every loop.
+        Add a linear map of the prelude's output to the state before every loop (default: no).
     gate
         "linear" adds an untrained gate (default: "none").
 
     Returns
     -------
     LoopedCheckpoint
-        The looped checkpoint's path, depth and cost.
+        The path, the depth and the cost of the looped checkpoint.
 
     Raises
     ------
     UserError
-        If the checkpoint cannot be looped so.
+        If the checkpoint cannot be looped with these settings.
 
     Examples
     --------

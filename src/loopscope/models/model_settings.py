@@ -25,27 +25,27 @@ class TransformerSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     layers
-        Layers of the block that is looped.
+        The number of layers in the block that is looped.
     heads
-        Attention heads.
+        The number of attention heads.
     width
-        Width of the state.
+        The width of the state.
     loops
-        Loops at full depth.
+        The number of loops at full depth.
     block_size
-        The longest row in tokens (default: as the task needs).
+        The maximum length of a row in tokens (default: the length that the task needs).
     bias
         Whether linear layers have a bias.
     gate
         The exit gate: "none", "linear" or "mlp".
     positions
-        How attention knows positions: rotated queries and keys, or learned vectors.
+        How attention represents positions: "rotary" rotates queries and keys, "learned" adds learned vectors.
     injection
-        Whether every loop reads the embedding again: h_t = block(h_{t-1} + e), from h_0 = 0 (default: no).
+        Whether every loop reads the embedding e again: h_t = block(h_{t-1} + e), with h_0 = 0 (default: no).
     norm
-        "pre": before attention and MLP (default). "post": after the residual sums.
+        The place of the norms: "pre", before attention and MLP (default), or "post", after the residual sums.
     loop_norm
-        Whether the next loop starts from the final norm of this one's state, as in Ouro (default: no).
+        Whether the final norm is also applied to the state between loops, as in Ouro (default: no).
     """
 
     layers: Layers = 4
@@ -83,7 +83,8 @@ _OF_ANY_MODEL = ("loops", "block_size", "gate")
 class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
     """Describe the model that a run trains: LoopScope's looped Transformer, or a custom class.
 
-    A class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments, and `gate` if there is one.
+    A custom class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments. If there is a gate,
+    the class also takes `gate`.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
     options
         Keyword arguments of the custom class.
     source_sha256
-        The hash of the class's module; LoopScope fills it in when the run begins.
+        The hash of the module with the custom class; LoopScope fills it in when the run begins.
     """
 
     name: str | UnsetType = UNSET

@@ -50,24 +50,27 @@ NOT_LIVE = ("correct", None)
 
 @dataclass(frozen=True)
 class Readout:
-    """Define a signal, and whether an example exits where it is above or below a threshold.
+    """Define a signal, and whether an example exits above or below a threshold.
 
-    The step runs over a recording and in the engine, so a replay and a live run decide alike. Rows must not influence
-    each other. Without `reads` and `step` the signal comes with recordings: it can be replayed, but not run.
+    The same step runs over a recording and in the engine, so a replay and a live run make the same decisions. Rows must
+    not influence each other. Without `reads` and `step`, the signal must come with the recording; then LoopScope can
+    replay the readout, but not run it live.
 
     Parameters
     ----------
     name
-        Letters, digits, `_`, `.` and `-`.
+        The readout's name, of letters, digits, `_`, `.` and `-`.
     exits
-        "above" or "below": the side of the threshold on which an example exits. Equal values exit, too.
+        "above" or "below": the side of the threshold on which an example exits. An example also exits if its value
+        equals the threshold.
     reads
         The input of the step: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
     step
-        `step(now)` returns the signal [N]. `step(now, state)` returns the signal and the state for the next loop, a
-        tuple of arrays with a row for every row; the state is None at loop 1. A signal is NaN if it has no value yet.
+        `step(now)` returns the signal [N]. `step(now, state)` returns the signal and the state for the next loop. The
+        state is a tuple of arrays with one entry per row; at loop 1 it is None. The signal is NaN if it has no value
+        yet.
     takes
-        The kind of its threshold: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
+        The kind of the threshold: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
 
     Raises
     ------
@@ -103,7 +106,7 @@ class Readout:
 
     @cached_property
     def looks_back(self) -> bool:
-        """Tell whether its step takes a state."""
+        """Tell whether the step takes a state."""
         if self.step is None or isinstance(self.step, np.ufunc):
             return False
         try:
@@ -117,12 +120,12 @@ class Readout:
 
     @property
     def is_own(self) -> bool:
-        """Tell whether it is custom, and not built in."""
+        """Tell whether the readout is custom, and not built in."""
         return self.step is None or not str(getattr(self.step, "__module__", "")).startswith("loopscope.")
 
     @cached_property
     def definition_sha256(self) -> str | None:
-        """Return the hash of a custom readout: what it reads, when it exits, and the text of its step."""
+        """Return the hash of a custom readout: of its inputs, its exit side, and the source of its step."""
         if not self.is_own:
             return None
         try:
@@ -133,14 +136,14 @@ class Readout:
         return digest([self.name, self.exits, self.reads, source])
 
     def advance(self, now: Array, state: State | None) -> tuple[NDArray[np.float64], State | None]:
-        """Compute one loop of rows.
+        """Compute the signal of rows at one loop.
 
         Parameters
         ----------
         now
-            The input of the step, one row for every row.
+            The input of the step, with one entry per row.
         state
-            The state after the loop before; None at loop 1.
+            The state after the previous loop; None at loop 1.
 
         Returns
         -------
@@ -150,7 +153,7 @@ class Readout:
         Raises
         ------
         UserError
-            If a custom step fails, or if it returns something else than a number for every row.
+            If a custom step fails, or if it does not return one number per row.
         """
         assert self.step is not None
         now = now.view()
@@ -248,7 +251,7 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
     Raises
     ------
     UserError
-        If there is another readout of this name.
+        If another readout has this name.
 
     Examples
     --------
@@ -262,7 +265,7 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
 
 
 def register_readout(new: Readout) -> Readout:
-    """Make a readout known to everything that takes the name of one.
+    """Register a readout, so that you can use it by name.
 
     Parameters
     ----------
@@ -277,7 +280,7 @@ def register_readout(new: Readout) -> Readout:
     Raises
     ------
     UserError
-        If there is another readout of this name.
+        If another readout has this name.
 
     Examples
     --------

@@ -30,7 +30,7 @@ _RECORDED_ROUNDING = 1e-4
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
-    """Read a signal of a recording: as recorded, or computed from what it needs, once.
+    """Read a signal of a recording: as recorded, or computed once from other arrays.
 
     Parameters
     ----------
@@ -42,12 +42,12 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
     Returns
     -------
     NDArray[np.float64]
-        [N, T] values, NaN where the signal has none yet.
+        [N, T] values; NaN if the signal has no value yet.
 
     Raises
     ------
     UserError
-        If the recording lacks what the signal needs.
+        If the recording lacks the arrays that the signal needs.
 
     Examples
     --------

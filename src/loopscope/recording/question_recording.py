@@ -81,9 +81,10 @@ def record_benchmark(
     batch_tokens: int = BATCH_TOKENS,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
-    """Record the questions of a benchmark, in one pass.
+    """Record every loop of a model on the questions of a benchmark, in one pass.
 
-    An identical recording is used again, and an interrupted one goes on.
+    If an identical recording exists, the function returns it. If a recording was interrupted, the function continues
+    it.
 
     Parameters
     ----------
@@ -96,28 +97,28 @@ def record_benchmark(
     out
         The folder of the recording.
     data
-        A folder with the benchmark's files (default: from the Hub).
+        A folder with the benchmark's files (default: download them from the Hub).
     limit
-        The largest number of questions (default: all).
+        The maximum number of questions (default: all).
     shots
-        Few-shot examples of a question (default: the benchmark's own number).
+        The number of few-shot examples per question (default: the benchmark's own number).
     shard
-        (k, n) takes every n-th question, from the k-th on (default: all).
+        (k, n) takes every n-th question, beginning with question k, counted from 0 (default: all questions).
     hidden
-        Keep the pooled states.
+        Whether to keep the pooled states in the recording (default: no).
     mean
-        Average the gate and the state over the tokens of the choices.
+        Whether to average the gate and the state over the tokens of the choices (default: no).
     device, dtype
         As in `load_model`.
     batch_tokens
-        Tokens to compute at a time (default: 8192).
+        The number of tokens that run together (default: 8192).
     progress
-        A function that is called with questions done, all questions, and a note.
+        A function that LoopScope calls with the number of finished questions, the number of all questions, and a note.
 
     Returns
     -------
     Trajectory
-        The recording, which is written to `out`.
+        The recording, which is also written to `out`.
 
     Raises
     ------

@@ -110,7 +110,7 @@ def record_model(
 ) -> Trajectory:
     """Record a model's outputs at every loop, at the last token of each row.
 
-    Nothing is written; `Trajectory.save` writes the recording.
+    The function writes no files; `Trajectory.save` writes the recording.
 
     Parameters
     ----------
@@ -119,27 +119,27 @@ def record_model(
     tokens
         [N, M] rows of tokens.
     lengths
-        [N] where each row ends (default: M).
+        [N] the length of each row (default: M).
     labels
         [N] the right classes (default: none).
     difficulty
-        [N] a number, by which tables are split (default: none).
+        [N] one number per example, such as its difficulty; reports split tables by it (default: none).
     split
         "train", "validation", "test" or "extrapolation" (default: none).
     keep
         The arrays that the recording keeps (default: logits and gate logits).
     progress
-        A function that is called with examples done, all examples, and a note.
+        A function that LoopScope calls with the number of finished examples, the number of all examples, and a note.
 
     Returns
     -------
     Trajectory
-        The recording, which names the model's weights.
+        The recording, with the hash of the model's weights.
 
     Raises
     ------
     UserError
-        If the model cannot take the rows, or does not give the same answers twice.
+        If the model cannot take the rows, or if it gives different answers when it runs again.
 
     Examples
     --------

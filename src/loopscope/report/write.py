@@ -46,13 +46,13 @@ def report(
     reference
         The name of the model whose trajectory you compare with (default: none).
     targets
-        Accuracies at which depths are compared (default: 1 point below full depth).
+        Target accuracies at which the report compares depths (default: 1 point below the full-depth accuracy).
     policies
-        Calibrated policies to show, by model.
+        Calibrated policies to show, by the name of the model.
     style
-        "page" (the default), or "paper" for figures as wide as a column.
+        "page" (the default), or "paper" for figures as wide as a column of a paper.
     transfer
-        Whether to replay the rules of every model on the others.
+        Whether to replay the exit rules of every model on the other models.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def report(
     Raises
     ------
     UserError
-        If the folder holds something else, or if a name is unknown.
+        If the folder holds anything but a report, or if a name is unknown.
 
     Examples
     --------

@@ -67,32 +67,32 @@ _Combination = tuple[str, GateKind, Prior | None, float | None, Channels | None,
 class RunGrid(Settings, frozen=True, kw_only=True):
     """List training runs: every combination of the lists.
 
-    A gate is trained jointly; without a gate a run has a fixed prior. Weight and gradient 1 are joint training, 0 are a
-    decoupled gate.
+    Gates are trained jointly with the model; runs without a gate have a fixed prior. If `gate_weight` and
+    `gate_gradient` are 1, training is joint; if both are 0, the gate is decoupled.
 
     Parameters
     ----------
     objective
-        Further objectives: built-in names, or custom functions as module:function. Custom ones
-        have neither prior nor beta.
+        Further objectives: built-in names, or custom functions as module:function. Custom functions have neither prior
+        nor beta.
     gate
         Gates: "none", "linear", "mlp".
     prior
-        Priors: the lambda of a geometric one, "uniform", "final", module:function, or a list of weights.
+        Priors: the lambda of a geometric prior, "uniform", "final", module:function, or a list of weights.
     beta
-        Weights of the KL, of runs with a gate; for `act` prices of a loop.
+        Weights of the KL term in the loss, only for runs with a gate; for `act`, prices of a loop.
     gate_weight
-        Shares of the trunk's loss weights that are the gate's, of runs with a gate.
+        The gate's shares of the trunk's loss weights, only for runs with a gate.
     gate_gradient
-        Shares of the gate's gradient that reach the trunk, of runs with a gate.
+        Shares of the gate's gradient that reach the trunk, only for runs with a gate.
     seed
-        Seeds.
+        Random seeds.
     set
-        Changes of settings as a.b=c, after those of the part.
+        Changes of settings as a.b=c; they apply after those of the part.
     fit
-        Whether the part's gates are fitted to these trajectories.
+        Whether to fit the gates of the part to the trajectories of these runs.
     extrapolate
-        Whether examples harder than those of training are recorded, too.
+        Whether to also record examples that are harder than those of training.
     name
         The name of a single run (default: made from its settings).
     """
@@ -131,20 +131,20 @@ class RunGrid(Settings, frozen=True, kw_only=True):
 
 
 class Gates(Settings, frozen=True, kw_only=True):
-    """Set the gates that are fitted to every trajectory with `fit`: every combination of the lists.
+    """Set the gates that are fitted to the trajectories of runs with `fit`: every combination of the lists.
 
     Parameters
     ----------
     kind
-        Kinds of gates.
+        Kinds of gates to fit.
     objective
-        Objectives of gates.
+        Objectives of the gates.
     pairing
-        The step that `utility` judges.
+        The step that `utility` judges, as in the settings of a fitted gate.
     examples
-        Examples of the train split (default: all).
+        The number of examples of the train split to fit to (default: all).
     steps
-        Optimizer steps.
+        The number of optimizer steps.
     """
 
     kind: Some[Literal["linear", "mlp"]] = ("linear", "mlp")
@@ -155,16 +155,16 @@ class Gates(Settings, frozen=True, kw_only=True):
 
 
 class Reference(Settings, frozen=True, kw_only=True):
-    """Name runs of a part by how they were trained.
+    """Select runs of a part by their training settings.
 
     Parameters
     ----------
     gate
-        The gate.
+        The gate of the runs.
     prior
-        The prior.
+        The prior of the runs, as in `[[parts.runs]]`.
     beta
-        The weight of the KL, of a run with a gate.
+        The weight of the KL term in the loss; only for runs with a gate.
     """
 
     gate: GateKind = "none"
@@ -173,30 +173,30 @@ class Reference(Settings, frozen=True, kw_only=True):
 
 
 class StudyPart(Settings, frozen=True, kw_only=True):
-    """Describe runs of one task or scale.
+    """Describe the runs of one task or one scale.
 
     Parameters
     ----------
     settings
-        A preset, or a TOML file beside the study's.
+        A preset, or a TOML file in the folder of the study's file.
     name
-        What the names of its runs begin with (default: the task).
+        The prefix of the names of its runs (default: the task).
     set
         Changes of settings as a.b=c.
     unseen
-        Whether only examples count that training did not have.
+        Whether to count only examples that are not in the training data.
     reference
-        The run whose trajectory (of the same seed) the others are compared with.
+        The run whose trajectory the other runs are compared with, always at the same seed.
     latency
-        The runs (of every seed) whose exits are timed.
+        The runs whose exits are timed, at every seed.
     runs
-        Tables of runs.
+        The tables `[[parts.runs]]`.
     gates
-        The table of fitted gates.
+        The table of gates to fit.
     extrapolation_examples
-        Examples that are harder than those of training (default: as many as the test split has).
+        The number of harder examples that runs with `extrapolate` record (default: the size of the test split).
     guarantees
-        Tables of guarantees that are sought for every run.
+        Tables of guarantees to calibrate for every run.
     """
 
     settings: str
@@ -220,27 +220,27 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     models
-        Folders, seen from where the command runs, or names on the Hub.
+        Folders, relative to the folder in which the command runs, or names on the Hub.
     benchmarks
-        Benchmarks.
+        Names of benchmarks.
     data
-        A folder with the benchmarks' files (default: from the Hub).
+        A folder with the benchmarks' files (default: download them from the Hub).
     limit
-        The largest number of questions of a split (default: all).
+        The maximum number of questions per split (default: all).
     shots
-        Few-shot examples (default: each benchmark's own number).
+        The number of few-shot examples per question (default: each benchmark's own number).
     dtype
         The precision (default: as the checkpoint is stored).
     shards
-        Parts in which the test split is scored.
+        The number of parts into which the test split is divided for recording.
     gates
-        Gates that are fitted to every trajectory, on the benchmark's own train split (default: none).
+        Gates to fit to every trajectory, on the train split of the benchmark (default: none).
     guarantees
-        Tables of guarantees that are sought for every model on every benchmark.
+        Tables of guarantees to calibrate for every model on every benchmark.
     latency
         The benchmarks on which exits are timed.
     timed
-        Questions of each that are timed.
+        The number of questions to time on each of these benchmarks.
     """
 
     models: Some[str]
@@ -277,17 +277,17 @@ class Study(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     title
-        The title.
+        The title of the study.
     targets
-        Accuracies at which depths are compared (default: 1 point below the model's own full depth).
+        Target accuracies at which the report compares depths (default: 1 point below each model's full-depth accuracy).
     products
-        Names of products, or of groups of them.
+        Names of products of the report (tables and figures), or of groups of them.
     parts
-        Tables of runs.
+        The tables `[[parts]]`.
     checkpoints
-        Tables of existing checkpoints.
+        The tables `[[checkpoints]]`.
     transfer
-        Names or patterns of runs, such as `mano-*-s0`, whose rules are replayed on each other.
+        Names or patterns of runs, such as `mano-*-s0`; the exit rules of each run are replayed on the others.
     """
 
     title: str

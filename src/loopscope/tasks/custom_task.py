@@ -27,16 +27,16 @@ _TRIED_EXAMPLES = 200
 
 
 class CustomTask(Splits, frozen=True, kw_only=True):
-    """Describe a custom task; `load_task` makes the task of these settings.
+    """Describe a custom task; `load_task` makes the task from these settings.
 
     Parameters
     ----------
     name
         The class, as module:Class.
     options
-        The class's own settings.
+        The settings of the class.
     source_sha256
-        The hash of the class's module; LoopScope fills it in when the run begins.
+        The hash of the module with the class; LoopScope fills it in when the run begins.
     """
 
     name: str

@@ -22,7 +22,7 @@ class Draws:
     seed
         The seed.
     stream
-        The stream (default: 0); a run has one for every batch.
+        The stream (default: 0); a training run has one stream per batch.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class Draws:
         self._bits = np.random.Philox(key=np.array([seed, stream], dtype=np.uint64))
 
     def integers(self, bounds: Integers) -> Integers:
-        """Draw one integer below each bound.
+        """Draw one random integer from 0 to each bound minus 1.
 
         Parameters
         ----------
@@ -56,7 +56,7 @@ class Draws:
         Parameters
         ----------
         size
-            How many numbers.
+            The count of numbers to order.
 
         Returns
         -------
@@ -66,12 +66,12 @@ class Draws:
         return np.argsort(self._bits.random_raw(size), kind="stable")
 
     def permutations(self, rows: int, size: int) -> Integers:
-        """Draw a random order in every row.
+        """Draw a separate random order for every row.
 
         Parameters
         ----------
         rows, size
-            How many rows, and how many numbers in each.
+            The number of rows, and the count of numbers in each row.
 
         Returns
         -------

@@ -23,13 +23,13 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     Parameters
     ----------
     modulus
-        The modulus.
+        The modulus of the arithmetic.
     operators
-        The operators.
+        The operators, each as one character.
     max_operations
-        The largest number of operations, which is the difficulty.
+        The maximum number of operations; their number is the difficulty.
     train_examples
-        Stored training examples (0: new ones at every step).
+        The number of stored training examples; 0 draws new examples at every step.
     """
 
     modulus: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 23

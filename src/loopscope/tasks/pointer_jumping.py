@@ -28,16 +28,17 @@ _RAREST = 100
 class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
     """Hop through a text: each hop goes to the letter that followed the latest earlier occurrence of the same letter.
 
-    No letter follows itself, so every hop goes back. Texts are uniform among those in which all hops exist.
+    No letter follows itself, so every hop goes back. Texts are drawn uniformly from all texts in which every hop
+    exists.
 
     Parameters
     ----------
     alphabet
-        Different letters.
+        The number of different letters.
     letters
-        Letters of a text.
+        The number of letters in a text.
     max_hops
-        The largest number of hops, which is the difficulty.
+        The maximum number of hops; their number is the difficulty.
     """
 
     alphabet: Annotated[int, msgspec.Meta(ge=3, le=26)] = 4
@@ -135,18 +136,19 @@ def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     """Find the end of a node's path in a graph that consists of several paths.
 
-    An input lists, for every node in the order of their names, the next node; an end leads to itself. Then it names
-    the node that begins the path. This path has `difficulty` edges, and the other paths share the rest.
-    There are always `nodes - paths` edges, so neither length nor number gives the difficulty away.
+    An input lists the next node of every node, in the order of their names; the last node of a path leads to itself.
+    Then the input names the node that begins the path. This path has `difficulty` edges, and the other paths share the
+    remaining edges. There are always `nodes - paths` edges, so neither the length of the input nor the number of edges
+    reveals the difficulty.
 
     Parameters
     ----------
     nodes
-        Nodes of the graph.
+        The number of nodes in the graph.
     paths
-        Paths of the graph.
+        The number of paths in the graph.
     max_edges
-        The largest number of edges on the way, which is the difficulty.
+        The maximum number of edges on the path; their number is the difficulty.
     """
 
     nodes: Annotated[int, msgspec.Meta(ge=3, le=26)] = 10

@@ -17,14 +17,14 @@ from loopscope.tasks.task import StoredOrOnline, Task
 
 
 class Parity(Task, frozen=True, kw_only=True, tag="parity"):
-    """Tell whether the number of ones is even or odd.
+    """Tell whether the number of ones in a row of bits is even or odd.
 
     Parameters
     ----------
     max_bits
-        The largest number of bits, which is the difficulty.
+        The maximum number of bits; their number is the difficulty.
     train_examples
-        Stored training examples (0: new ones at every step).
+        The number of stored training examples; 0 draws new examples at every step.
     """
 
     max_bits: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 40
@@ -57,14 +57,14 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
 
 
 class StateTracking(Task, frozen=True, kw_only=True, tag="state-tracking"):
-    """Multiply uniform permutations; an input is read from the left, which is applied first.
+    """Multiply permutations that are drawn uniformly; the leftmost permutation of an input is applied first.
 
     Parameters
     ----------
     letters
-        Letters that are permuted.
+        The number of letters that are permuted.
     max_factors
-        The largest number of factors, which is the difficulty.
+        The maximum number of factors; their number is the difficulty.
     """
 
     letters: Annotated[int, msgspec.Meta(ge=2, le=5)] = 5

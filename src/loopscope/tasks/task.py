@@ -39,11 +39,11 @@ class Splits(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     train_examples
-        Stored training examples (0: new ones at every step).
+        The number of stored training examples; 0 draws new examples at every step.
     validation_examples
-        Examples of the validation split.
+        The number of examples in the validation split.
     test_examples
-        Examples of the test split.
+        The number of examples in the test split.
     train_seed
         The seed of the train split.
     validation_seed
@@ -53,7 +53,7 @@ class Splits(Settings, frozen=True, kw_only=True):
     extrapolation_seed
         The seed of the extrapolation split.
     disjoint
-        Whether no input of a split occurs in another.
+        Whether the splits share no input.
     """
 
     train_examples: StoredOrOnline = 0
@@ -67,18 +67,18 @@ class Splits(Settings, frozen=True, kw_only=True):
 
 
 class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
-    """Generate examples of known difficulty; its fields are its settings.
+    """Generate examples of known difficulty; the fields of the class are the settings of the task.
 
     A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
 
     Parameters
     ----------
     train_examples, validation_examples, test_examples
-        Sizes of the splits (0: training examples are drawn at every step).
+        Sizes of the splits; if `train_examples` is 0, every training step draws new examples.
     train_seed, validation_seed, test_seed, extrapolation_seed
         Seeds of the splits.
     disjoint
-        Whether no input of a split occurs in another (default: no).
+        Whether the splits share no input (default: no).
 
     Examples
     --------
@@ -101,7 +101,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def symbols(self) -> list[str]:
-        """List the symbols of inputs, as a person reads them; their indices are the tokens."""
+        """List the symbols of inputs in readable form; the tokens are the indices of the symbols."""
 
     @property
     @abstractmethod
@@ -110,7 +110,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @abstractmethod
     def length(self, difficulty: Any) -> Any:
-        """Count the tokens of an example: its symbols and two more.
+        """Count the tokens of an example: its symbols and two special tokens.
 
         Parameters
         ----------
@@ -120,12 +120,12 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         int or NDArray
-            The tokens of an example of each.
+            The number of tokens of an example of each difficulty.
         """
 
     @abstractmethod
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
-        """Draw one input of each difficulty.
+        """Draw one input for each given difficulty.
 
         Parameters
         ----------
@@ -137,35 +137,35 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         NDArray[np.int64]
-            [N, M - 2] indices of symbols; LoopScope ignores what follows the end of an input.
+            [N, M - 2] indices of symbols; LoopScope ignores values after the end of an input.
         """
 
     @abstractmethod
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
-        """Answer examples.
+        """Compute the right answers of examples.
 
         Parameters
         ----------
         tokens
             [N, M] rows; the input begins at the second token.
         lengths
-            [N] where each row ends.
+            [N] the length of each row.
 
         Returns
         -------
         NDArray[np.int64]
-            [N] the right answers: the index of a symbol.
+            [N] the right answers, as indices of symbols.
         """
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
-        """Tell the difficulty of examples; by default it follows from their lengths.
+        """Compute the difficulty of examples; by default, it follows from their lengths.
 
         Parameters
         ----------
         tokens
             [N, M] rows.
         lengths
-            [N] where each row ends.
+            [N] the length of each row.
 
         Returns
         -------
@@ -177,11 +177,11 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def hardest(self) -> int | None:
-        """Return the largest difficulty that an input can have; None if there is none."""
+        """Return the largest difficulty that an input can have; None if there is no limit."""
         return None
 
     def space(self, difficulty: int) -> int:
-        """Count the distinct inputs of a difficulty, or fewer; by default all strings of symbols are inputs.
+        """Return a lower bound for the number of distinct inputs; by default, every string of symbols is an input.
 
         Parameters
         ----------
@@ -191,7 +191,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         int
-            The number of inputs.
+            The number of distinct inputs of this difficulty, or a smaller number.
         """
         return int(len(self.symbols) ** (self.length(difficulty) - 2))
 
@@ -201,7 +201,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return f"an input of the task {type(self).__name__}"
 
     def is_input(self, row: list[int]) -> bool:
-        """Tell whether symbols make an input.
+        """Tell whether symbols form a valid input.
 
         Parameters
         ----------
@@ -211,22 +211,22 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         bool
-            True if they do.
+            True if the input is valid.
         """
         return len(row) > 0
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens: the symbols, begin, and the answer marker."""
+        """Return the size of the vocabulary: the symbols, the begin token and the answer marker."""
         return len(self.symbols) + 2
 
     @property
     def positions(self) -> int:
-        """Return the number of positions that training needs."""
+        """Return the number of token positions that the longest training example needs."""
         return int(np.max(self.length(np.asarray(self.levels))))
 
     def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        """Draw one example of each difficulty.
+        """Draw one example for each given difficulty.
 
         Parameters
         ----------
@@ -244,7 +244,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return self._framed(self.draw_inputs(draws, difficulty), lengths, difficulty)
 
     def text(self, examples: Examples) -> list[str]:
-        """Write inputs as a person reads them.
+        """Write inputs in readable form.
 
         Parameters
         ----------
@@ -254,7 +254,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         list[str]
-            An input for every example.
+            The input of every example.
         """
         rows = zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)
         symbols = self.symbols
@@ -266,9 +266,9 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         texts
-            Inputs as a person writes them.
+            Inputs in readable form.
         longest
-            The largest number of tokens (default: no limit).
+            The maximum number of tokens (default: no limit).
 
         Returns
         -------
@@ -278,7 +278,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If a text is no input, or too long.
+            If a text is not a valid input, or if it is too long.
         """
         numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
         rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
@@ -322,16 +322,16 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
             yield f"answers of the task {type(self).__name__} must return numbers of symbols (0..{last}); got {found}."
 
     def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
-        """Draw a split, balanced over difficulties.
+        """Draw a split that is balanced over difficulties.
 
         Parameters
         ----------
         name
             "train", "validation", "test" or "extrapolation".
         size
-            The number of examples to take from the beginning (default: all).
+            The number of examples to take from the beginning of the split (default: all).
         levels
-            Difficulties (default: those of training); extrapolation needs them.
+            The difficulties (default: those of training); extrapolation needs this parameter.
 
         Returns
         -------
@@ -341,7 +341,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If the split has fewer examples, or no such difficulty.
+            If the split has fewer examples, or if it has no such difficulty.
         """
         check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
@@ -365,7 +365,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return examples if size in (None, whole) else examples.take(np.arange(size))
 
     def batch(self, seed: int, step: int, size: int) -> Examples:
-        """Draw the batch of a step of training.
+        """Draw the batch for a training step.
 
         Parameters
         ----------
@@ -379,7 +379,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         Examples
-            The examples, balanced over the difficulties of successive steps.
+            The examples; over successive steps, they are balanced over difficulties.
         """
         draws = Draws(self.train_seed, (seed << 32) + step)
         difficulty = np.asarray(self.levels)[(step * size + np.arange(size)) % len(self.levels)]

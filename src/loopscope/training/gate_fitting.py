@@ -38,30 +38,31 @@ _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
 
 
 class GateSettings(Settings, frozen=True, kw_only=True):
-    """Set how a gate is fitted to a frozen trajectory.
+    """Set how a gate is fitted to the trajectory of a model whose weights stay fixed.
 
     Parameters
     ----------
     kind
         "linear", or "mlp" with one hidden layer.
     objective
-        "ponder", as gates are trained jointly, or "utility": whether another loop pays.
+        "ponder", as in joint training, or "utility", which predicts whether another loop lowers the loss.
     prior
-        The prior over exits of `ponder`: a name, or a list with the weights of all loops.
+        The prior over exits, only for `ponder`: a name, or a list with the weights of all loops.
     geometric_lambda
         The lambda of a geometric prior.
     beta
-        The weight of the KL to the prior, of `ponder`.
+        The weight of the KL term in the loss, only for `ponder`.
     pairing
-        The step that the gate at loop t judges, of `utility`: the "next", or, as Ouro does ("ouro"), loop t itself.
+        The step that the gate at loop t judges, only for `utility`: the "next" step, or loop t itself ("ouro", as Ouro
+        does).
     steps
-        Optimizer steps.
+        The number of optimizer steps.
     batch_size
-        Examples of a step.
+        The number of examples per step.
     learning_rate
         The learning rate.
     seed
-        The seed.
+        The random seed.
     """
 
     kind: Literal["linear", "mlp"] = "linear"
@@ -119,23 +120,23 @@ def fit_gate(
     Parameters
     ----------
     recording
-        A recording with hidden states that no evaluation uses, such as the train split.
+        A recording that keeps hidden states and that no evaluation uses, such as the train split.
     settings
-        `GateSettings` (default: a linear gate with the objective `ponder`, and the prior and beta of the model).
+        `GateSettings` (default: a linear gate with the objective `ponder` and with the prior and beta of the model).
     progress
-        A function that is called with steps done, all steps, and a note.
+        A function that LoopScope calls with the number of finished steps, the number of all steps, and a note.
     **changes
-        Other values of the settings: `kind="mlp"`, `objective="utility"`, `steps=`, `seed=`.
+        Changes of the settings, such as `kind="mlp"` or `objective="utility"`; also `steps=` and `seed=`.
 
     Returns
     -------
     FittedGate
-        The gate, as a readout `gate:NAME` once it is attached.
+        The gate. `attach` makes it a readout `gate:NAME`.
 
     Raises
     ------
     UserError
-        If the recording keeps no hidden states, or is for evaluation.
+        If the recording has no hidden states, or if it is for evaluation.
 
     Examples
     --------

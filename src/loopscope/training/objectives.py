@@ -46,20 +46,20 @@ _DEPTH_STREAMS = 3 << 62
 
 @dataclass(frozen=True)
 class LoopLosses:
-    """Hold what a custom objective is computed from: a batch at every loop.
+    """Hold the inputs of a custom objective: the losses of a batch at every loop.
 
     Parameters
     ----------
     cross_entropy
-        [T, B] losses of the right answers, or of the next tokens.
+        [T, B] the losses of the right answers, or of the next tokens.
     gate_logits
-        [T, B] the gate's halt logits; None without a gate.
+        [T, B] the halt logits of the gate; None without a gate.
     step
-        The step of training, from 0.
+        The training step, from 0.
     detached_gate_logits
-        The same numbers, with gradients that end at the gate.
+        The same halt logits, but with gradients that reach only the gate, not the trunk.
     steps
-        All steps of the run.
+        The total number of steps of the run.
 
     Examples
     --------

@@ -93,9 +93,10 @@ CORNERS = {Channels(1.0, 1.0): "learned_gate", Channels(0.0, 0.0): "decoupled_ga
 
 
 class Objective(Settings, frozen=True, kw_only=True):
-    """Describe what training minimises; `training/objectives.py` computes it.
+    """Describe the loss that training minimises; `training/objectives.py` computes it.
 
-    A `gate_channels` objective at such a corner is replaced by the named objective, so the run has the same address.
+    LoopScope replaces a `gate_channels` objective by `learned_gate` if both shares are 1, and by `decoupled_gate` if
+    both are 0. So equal runs have the same address.
 
     Parameters
     ----------
@@ -107,17 +108,17 @@ class Objective(Settings, frozen=True, kw_only=True):
     geometric_lambda
         The lambda of a geometric prior.
     beta
-        The weight of the KL between a gate's exits and the prior; for `act` the price of a loop.
+        The weight of the KL between the gate's exit distribution and the prior; for `act`, the price of a loop.
     gate_weight
-        The share of the trunk's loss weights that is the gate's, for `gate_channels` (default: 1).
+        The gate's share of the trunk's loss weights, only for `gate_channels` (default: 1).
     gate_gradient
-        The share of the gate's own gradient that reaches the trunk, for `gate_channels` (default: 1).
+        The share of the gate's own gradient that reaches the trunk, only for `gate_channels` (default: 1).
     truncated
-        The number of last loops that get a gradient, for `random_depth` (default: all).
+        The number of last loops that get a gradient, only for `random_depth` (default: all).
     options
         Keyword arguments of a custom function.
     source_sha256
-        The hash of the function's module; LoopScope fills it in when the run begins.
+        The hash of the module with the custom function; LoopScope fills it in when the run begins.
     prior_sha256
         The hash of a custom prior's module; LoopScope fills it in when the run begins.
     """
@@ -189,46 +190,46 @@ class Objective(Settings, frozen=True, kw_only=True):
 
 
 class Training(Settings, frozen=True, kw_only=True):
-    """Set how a model is trained; defaults are the paper's.
+    """Set how a model is trained; the defaults are those of the paper.
 
     Parameters
     ----------
     steps
-        Optimizer steps.
+        The number of optimizer steps.
     batch_size
-        Examples, or windows of text, of a step.
+        The number of examples, or of windows of text, per step.
     seed
-        The seed of initialisation and batch order; the task has the seeds of the data.
+        The seed of the initialisation and the batch order; the table `[task]` has the seeds of the data.
     learning_rate
-        The highest learning rate of AdamW, after the warm-up.
+        The peak learning rate of AdamW, at the end of the warm-up.
     min_learning_rate
         The learning rate at the end of the cosine schedule.
     warmup_steps
-        Steps of linear warm-up.
+        The number of steps of linear warm-up.
     beta1
-        AdamW's first decay.
+        The first decay rate (beta1) of AdamW.
     beta2
-        AdamW's second decay.
+        The second decay rate (beta2) of AdamW.
     weight_decay
-        AdamW's weight decay.
+        The weight decay of AdamW.
     clip_norm
-        The largest norm of the gradient.
+        The norm above which the gradient is clipped.
     muon_learning_rate
-        Above 0: Muon trains the block's matrices at this rate.
+        The learning rate with which Muon trains the block's matrices; at 0, AdamW trains them.
     bf16
-        Whether CUDA computes in bfloat16; a CPU always computes in float32.
+        Whether a CUDA device computes in bfloat16; a CPU always computes in float32.
     log_every
-        Steps between two lines of the log.
+        The number of steps between two lines of the log.
     checkpoint_every
-        Steps between two states from which training can go on.
+        The number of steps between two saved states, from which an interrupted run continues.
     validate_every
-        Steps between two validations.
+        The number of steps between two validations.
     validation_sample
-        Examples of the validation split that training looks at.
+        The number of validation examples on which each validation runs.
     accumulate
-        Parts in which a batch goes through, one after the other (default: 1).
+        The number of parts into which a batch is divided; they run one after the other (default: 1).
     checkpointing
-        Whether loops run again for their gradients, which saves memory (default: no).
+        Whether loops run again in the backward pass, which saves memory (default: no).
     """
 
     steps: Count = 40_000
@@ -255,18 +256,18 @@ class Training(Settings, frozen=True, kw_only=True):
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
-    """Describe a model that is trained on a task.
+    """Describe a run that trains a model on a task.
 
     Parameters
     ----------
     task
-        The table of the task.
+        The table `[task]`.
     model
-        The table of the model.
+        The table `[model]`.
     objective
-        The table of the objective.
+        The table `[objective]`.
     training
-        The table of training.
+        The table `[training]`.
     """
 
     task: BuiltInTask
@@ -327,30 +328,30 @@ class CustomTaskSettings(RunSettings, frozen=True, kw_only=True):
 
 
 class OuroShape(Settings, frozen=True, kw_only=True):
-    """Describe a new Ouro, under the names of its `config.json`.
+    """Describe the model of a new Ouro; the settings have the names of its `config.json`.
 
     Parameters
     ----------
     hidden_size
-        Width of the state.
+        The width of the state.
     intermediate_size
-        Width inside the MLP.
+        The width inside the MLP.
     num_hidden_layers
-        Layers of the block that is looped.
+        The number of layers in the block that is looped.
     num_attention_heads
-        Attention heads.
+        The number of attention heads.
     num_key_value_heads
-        Heads of keys and values (default: as many as heads).
+        The number of heads of keys and values (default: the number of attention heads).
     total_ut_steps
-        Loops at full depth.
+        The number of loops at full depth.
     max_position_embeddings
-        The longest text in tokens.
+        The maximum length of a text in tokens.
     rope_theta
         The base of rotary positions.
     rms_norm_eps
         The epsilon of RMSNorm.
     tie_word_embeddings
-        Whether the head is the embedding.
+        Whether the head and the embedding share their weights.
     """
 
     hidden_size: Width = 256
@@ -371,15 +372,15 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     model
-        The table of the model.
+        The table `[model]`.
     vocab_size
-        Tokens of the tokenizer that is trained.
+        The number of tokens of the new tokenizer.
     context
-        Tokens of a window.
+        The number of tokens per window.
     objective
-        The table of the objective.
+        The table `[objective]`.
     training
-        The table of training.
+        The table `[training]`.
     """
 
     model: OuroShape = OuroShape()
@@ -394,14 +395,14 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
 
 
 class Adapters(Settings, frozen=True, kw_only=True):
-    """Train low-rank adapters in place of all weights.
+    """Train low-rank adapters instead of all weights.
 
     Parameters
     ----------
     rank
-        The rank of an adapter.
+        The rank of each adapter.
     alpha
-        The scale of an adapter, which is divided by the rank.
+        The scale of each adapter; LoopScope divides it by the rank.
     """
 
     rank: Count = 16
@@ -414,19 +415,20 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     context
-        Tokens of a window.
+        The number of tokens per window.
     targets
-        What each loop is trained on: the next tokens of the "text", or the logits of a "teacher".
+        The targets of each loop: the next tokens of the "text", or the logits of a "teacher".
     teacher_loops
-        The loop at which the teacher is read. At loop 1 a looped Llama is the model that it was made from.
+        The loop of the teacher whose logits are the targets. At loop 1, a looped Llama is the model that it was made
+        from.
     objective
-        The table of the objective.
+        The table `[objective]`.
     adapters
-        The table of adapters (default: all weights are trained).
+        The table `[adapters]` (default: all weights are trained).
     training
-        The table of training.
+        The table `[training]`.
     loops
-        Loops at full depth (default: those of the checkpoint).
+        The number of loops at full depth (default: as in the checkpoint).
     """
 
     context: Count = 256

@@ -50,7 +50,7 @@ def train(
     objective: UserFunction | str | None = None,
     options: Mapping[str, Option] | None = None,
 ) -> RunResult:
-    """Train a looped model on a task, or go on with an interrupted run.
+    """Train a looped model on a task, or continue an interrupted run.
 
     Parameters
     ----------
@@ -59,22 +59,22 @@ def train(
     folder
         The folder of the run.
     device
-        Where it trains (default: "cpu").
+        The device on which the model trains (default: "cpu").
     progress
-        A function that is called with steps done, all steps, and a note.
+        A function that LoopScope calls with the number of finished steps, the number of all steps, and a note.
     workers
-        The processes that train together (default: this one).
+        The processes that train together (default: only this process).
     overrides
         Changes of settings, such as `["training.steps=300"]`.
     objective
-        A custom function of `LoopLosses`, or "module:function" (default: as the settings say).
+        A custom function of `LoopLosses`, or "module:function" (default: the objective of the settings).
     options
         Keyword arguments of a custom objective.
 
     Returns
     -------
     RunResult
-        The folder, the step from which it went on, and the final validation.
+        The folder, the step from which the run continued, and the final validation.
 
     Raises
     ------
