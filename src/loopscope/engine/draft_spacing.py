@@ -247,7 +247,7 @@ def _keep_least_seconds(known: dict[_Key, float], key: _Key, seconds: float) -> 
 
 
 def _size_class(tokens: float) -> int:
-    """The tokens of a step in classes of similar size: exact up to eight, then in steps of about a third."""
+    """Round the tokens of a step whose seconds are kept: exact up to eight, then in steps of about a third."""
     whole = max(0, round(tokens))
     if whole <= 8:
         return whole

@@ -78,7 +78,7 @@ def custom_model(settings: ModelSettings, vocab_size: int, block_size: int) -> L
 
 
 def tied_tensors(model: nn.Module) -> dict[str, str]:
-    """Parameters that are the same tensor as another: the later names, with the first name of each."""
+    """The shared tensors of a custom model: the later names of each parameter, with its first name."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     return {name: other for name, value in every if (other := first.setdefault(id(value), name)) != name}

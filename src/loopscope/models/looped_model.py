@@ -96,7 +96,7 @@ class InjectedState(LoopState):
 
 @dataclass(frozen=True)
 class Loops:
-    """Hold a model's outputs at every loop: at every token, or (without the M) at one position a row."""
+    """Hold the outputs of `LoopedModel.loops` at every loop: of every token, or (without M) of one per row."""
 
     logits: Tensor  # [T, B, M, V]
     hidden: Tensor  # [T, B, M, D] the pooled states r_t

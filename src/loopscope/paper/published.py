@@ -83,7 +83,7 @@ class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
 
 
 class PublishedFigure(Settings, frozen=True, kw_only=True):
-    """A figure or table of the paper, and the products that are its counterparts."""
+    """A figure or table that the paper published, and the names of its counterparts among the products."""
 
     label: str
     number: str

@@ -174,7 +174,7 @@ def _single_candidate(policy: ExitPolicy, recording: Trajectory, cache: CacheMod
 
 
 def _rule_hash(rule: ExitPolicy) -> str:
-    """A hash of a policy's rule without its threshold: readout, weights of its gate, and definition."""
+    """The hash by which a live run knows its rule, without the threshold: readout, weights of the gate, definition."""
     weights = rule.gate and {name: np.asarray(values).tolist() for name, values in rule.gate.tensors.items()}
     return digest([rule.readout, weights, rule.scope.definition])
 
