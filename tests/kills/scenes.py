@@ -236,7 +236,10 @@ def _read_saved_model(folder: Path) -> None:
         ls.ExitPolicy.load(policy)
 
 
-_OF_TRANSFORMERS = {"out/config.json": "any", "out/generation_config.json": "any", "out/model.safetensors": "any"}
+_OF_TRANSFORMERS = dict.fromkeys(
+    ("out/config.json", "out/generation_config.json", "out/model.safetensors", "out/.tmp*"), "any"
+)
+"""What transformers writes in place, and safetensors beside it, where a signal leaves it behind."""
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
 """What a run holds until it is finished."""
 _FITTED = "fit [run/recordings/train] --out OUT"
