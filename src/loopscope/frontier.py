@@ -41,12 +41,12 @@ _WITHOUT_LINE = ("fixed", "oracle")
 
 @dataclass(frozen=True, repr=False)
 class OperatingPoint:
-    """Describe one threshold of a frontier on both data sets.
+    """Describe one threshold of a frontier on evaluation data and on calibration data.
 
     Parameters
     ----------
     policy
-        The readout with this threshold.
+        The policy that consists of the readout and the threshold.
     accuracy, average_loops
         The results of the policy on evaluation data.
     calibration_accuracy, calibration_average_loops
@@ -126,7 +126,7 @@ class Frontier(Tabular):
         Parameters
         ----------
         *others
-            Other frontiers to draw beside this one.
+            Other frontiers to draw in the same chart.
 
         Returns
         -------
@@ -136,7 +136,7 @@ class Frontier(Tabular):
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """List the columns by name: threshold, accuracy and average loops on both data sets.
+        """List the columns by name: threshold, accuracy and average loops on evaluation data and on calibration data.
 
         Returns
         -------
@@ -210,12 +210,12 @@ class Frontier(Tabular):
         return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
 
     def select(self) -> OperatingPoint:
-        """Choose the most accurate point on calibration data; among equals, the point with the fewest loops.
+        """Choose the most accurate point on calibration data; if several are equal, the point with the fewest loops.
 
         Returns
         -------
         OperatingPoint
-            The policy of the point, and its results on both data sets.
+            The policy of the point, and its results on evaluation data and on calibration data.
         """
         best = _most_accurate(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
@@ -231,7 +231,7 @@ class Frontier(Tabular):
 class FrontierPlot:
     """Draw curves of accuracy against average loops.
 
-    `Frontier.plot` makes the chart. A notebook shows it; `save` writes it to a file.
+    `Frontier.plot` makes the chart. A notebook shows the chart; `save` writes the chart to a file.
 
     Parameters
     ----------
@@ -286,7 +286,7 @@ class FrontierPlot:
         Raises
         ------
         UserError
-            If the name has another ending, or if the extra is not installed.
+            If the name has a different ending, or if the extra `report` is not installed.
         """
         place = Path(path)
         kind = place.suffix.removeprefix(".")
@@ -317,7 +317,7 @@ def _checked_accuracy(value: float) -> float:
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
-    """Sweep the thresholds of a readout, and measure the accuracy and the average loops of each.
+    """Sweep the thresholds of a readout, and measure the accuracy and the average loops at each threshold.
 
     Parameters
     ----------

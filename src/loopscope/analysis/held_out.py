@@ -116,7 +116,8 @@ def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     Raises
     ------
     UserError
-        If the guarantee rests on this data, or if the policy is for another model or another kind of decisions.
+        If the guarantee rests on the given data, or if the policy is for a different model or a different kind of
+        decisions.
 
     Examples
     --------

@@ -33,7 +33,7 @@ class Target:
     Raises
     ------
     UserError
-        If neither or both are given, or if a value is out of range.
+        If you give neither or both of the parameters, or if a value is out of range.
 
     Examples
     --------

@@ -79,13 +79,13 @@ def calibrate(
 ) -> ExitPolicy:
     """Choose an exit threshold with a guarantee on the loss against full depth.
 
-    With probability `confidence` over the draw of the recording, the policy loses at most `max_drop`. LoopScope warns
-    you if the guarantee is weaker than it looks, for instance because inputs are repeated.
+    With probability `confidence` over the draw of the recording, exiting early loses at most `max_drop` against full
+    depth. LoopScope warns you if the guarantee is weaker than it looks, for instance because inputs are repeated.
 
     Parameters
     ----------
     recording
-        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
+        Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
         The largest allowed risk (default: 0.01).
     confidence
@@ -93,9 +93,9 @@ def calibrate(
     grid
         Another recording of the model, which proposes the thresholds (default: none).
     gates
-        Fitted gates and stoppers, by name; LoopScope may also choose these (default: none).
+        Fitted gates and stoppers, by name, which LoopScope may choose as readouts, too (default: none).
     seed
-        The random seed for drawing the fifth.
+        The random seed that selects the examples for the thresholds.
     bound
         The test for losses of sequences: "betting" (the default) or "hoeffding_bentkus".
     **options
@@ -140,7 +140,7 @@ def conformal_risk_control(
     Parameters
     ----------
     recording
-        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
+        Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
         The largest allowed expected risk (default: 0.01). If an example is lost at one threshold, it counts as lost at
         all looser thresholds.

@@ -199,7 +199,7 @@ class Monitor:
     policy
         A calibrated policy.
     alpha
-        The largest share of streams that may give a false alarm (default: 0.01).
+        The largest share of streams that may raise a false alarm (default: 0.01).
     seed
         The random seed for ties between exits, for audits and for the order of recordings.
 
@@ -245,7 +245,7 @@ class Monitor:
         Parameters
         ----------
         exit_loops
-            [n] the loop at which each unit exits; for a sequence, the average.
+            [n] the loop at which each unit exits; for a sequence, the average over its decisions.
         losses
             [n] the losses of audited units: 1 if the early answer loses against full depth, else 0. NaN marks a unit
             without an audit (default: no audits). Choose at random which units to audit.
@@ -280,7 +280,7 @@ class Monitor:
         audit
             The share of the units to audit, chosen at random (default: all, or none for a guarantee in expectation).
         stream
-            Read the rows in their recorded order, if that is the order in which they arrived (default: in random
+            Whether to read the rows in their recorded order, because the rows arrived in this order (default: in random
             order).
 
         Returns
@@ -291,7 +291,7 @@ class Monitor:
         Raises
         ------
         UserError
-            If the guarantee rests on this data, or if audits need labels that the recording does not have.
+            If the guarantee rests on the given data, or if audits need labels that the recording does not have.
         """
         share = float(self.watches_risk) if audit is None else audit
         if not 0 <= share <= 1:

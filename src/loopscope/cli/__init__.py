@@ -56,7 +56,7 @@ VERBS = {
     "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
     "fit": "Fit a gate or a stopper to a recording of the train split",
     "insert": "Insert a fitted gate into a copy of a checkpoint",
-    "study": "Run a study: one file describes many runs, one report compares them",
+    "study": "Run a study: one file describes many runs, and one report compares the runs",
     "demo": "Train, record and diagnose five small models, and write the report",
 }
 """Each verb, with the sentence that its help begins with."""

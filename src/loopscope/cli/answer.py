@@ -9,9 +9,9 @@ loopscope answer runs/mine examples.txt --fitted gates/linear
 # as `loopscope calibrate` wrote it
 loopscope answer runs/mine examples.txt --policy policy.json
 
-The file has one example per line, as the task writes it: for instance `+ 1 * 0 1` (prefix notation) or `0110`. The
-answers are JSON lines in the order of the examples. Without --threshold, LoopScope chooses the threshold on the run's
-validation recording.
+The file has one example per line, in the text format of the task: for instance `+ 1 * 0 1` (prefix notation) or `0110`.
+The answers are JSON lines in the order of the examples. Without --threshold, LoopScope chooses the threshold on the
+run's validation recording.
 """
 
 import argparse

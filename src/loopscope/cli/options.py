@@ -208,7 +208,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "probability with which the guarantee must hold (default: 0.95)",
         {"type": _between_0_and_1(0.95)},
     ),
-    "--compile": ("compile the loop first; worthwhile in long runs (compiling takes a minute or more)", {}),
+    "--compile": ("compile the loop first; useful for long runs, because compiling takes a minute or more", {}),
     "--data DIR": ("folder with the benchmarks' files (default: download them from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: as stored)", {"choices": PRECISIONS}),
@@ -223,7 +223,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         {"choices": ("page", "paper"), "default": "page"},
     ),
     "--product NAME": (
-        "make only this table or figure, or a group of them: overview, ouro, paper (repeatable)",
+        "make only this table or figure, or this group of tables and figures: overview, ouro, paper (repeatable)",
         {"action": "append"},
     ),
     "--reference RUN": ("run or folder of recordings to compare with, given by path or name", {}),

@@ -114,8 +114,8 @@ def run(
     Raises
     ------
     UserError
-        If the policy does not fit the model, or if the model cannot take a row. LoopScope first answers the rows before
-        it.
+        If the policy does not fit the model, or if the model cannot take a row. LoopScope first answers all rows before
+        that row.
 
     Examples
     --------

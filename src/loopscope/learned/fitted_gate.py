@@ -120,7 +120,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the states have another width.
+            If the width of the states differs from that of the gate.
         """
         if pooled.shape[-1] != self.width:
             raise UserError(f"The gate reads states of width {self.width}, and these have {pooled.shape[-1]}.")
@@ -158,7 +158,7 @@ class FittedGate:
         return exit_cdf(logits)
 
     def check(self, weights: str | None) -> None:
-        """Reject a model other than the one to which the gate was fitted.
+        """Reject any model except the model to which the gate was fitted.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class FittedGate:
         check_host(self.provenance, weights, "gate")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which the gate was fitted; such data must neither choose its threshold nor measure it.
+        """Reject data to which the gate was fitted; such data must neither choose nor test a threshold.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the gate was fitted to this data.
+            If the gate was fitted to the given data.
         """
         check_other_data(self.provenance, recording, "gate")
 
@@ -244,7 +244,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If these are not the arrays of a gate.
+            If the arrays are not those of a gate.
         """
         if set(tensors) != set(_LAYERS.get(len(tensors), ())):
             raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")

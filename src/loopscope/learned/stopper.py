@@ -49,11 +49,11 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stopper:
-    """Decide on exits with a forest that reads all recorded signals of a loop and of the loop before.
+    """Decide on exits with a forest that reads all recorded signals of the current and the previous loop.
 
-    `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on
-    by backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting
-    loses.
+    `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of further
+    loops by backward induction; its threshold is the price of a loop. A `classifier` stopper estimates the probability
+    that an exit loses the answer.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Stopper:
     Raises
     ------
     UserError
-        If the trees do not fit together.
+        If the arrays of the trees do not fit together.
 
     Examples
     --------
@@ -158,7 +158,7 @@ class Stopper:
         return StopperContents(kind=self.kind, signals=list(self.signals))
 
     def check(self, weights: str | None) -> None:
-        """Reject a model other than the one to which the stopper was fitted.
+        """Reject any model except the model to which the stopper was fitted.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class Stopper:
         check_host(self.provenance, weights, "stopper")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which the stopper was fitted; such data must neither choose its threshold nor measure it.
+        """Reject data to which the stopper was fitted; such data must neither choose nor test a threshold.
 
         Parameters
         ----------
@@ -183,12 +183,12 @@ class Stopper:
         Raises
         ------
         UserError
-            If the stopper was fitted to this data.
+            If the stopper was fitted to the given data.
         """
         check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject a full depth other than the one to which the stopper was fitted.
+        """Reject any full depth except that to which the stopper was fitted.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the full depth differs.
+            If the full depth differs from that of the stopper.
         """
         if num_loops != self.num_loops:
             raise UserError(
@@ -222,7 +222,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the recording has another depth, or lacks a signal.
+            If the recording lacks a signal, or has a full depth that differs from that of the stopper.
         """
         self.check_depth(trajectory.num_loops)
         result, before = np.zeros((trajectory.num_examples, self.num_loops)), None
@@ -351,7 +351,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If these are not the arrays of a stopper.
+            If the arrays are not those of a stopper.
         """
         if set(tensors) != set(_TENSORS):
             raise UserError(f"These are not the tensors of a stopper: {', '.join(sorted(tensors))}.")

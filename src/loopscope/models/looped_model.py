@@ -106,9 +106,10 @@ class Loops:
 class LoopedModel(nn.Module):
     """Serve as the base of every looped model: embed tokens, apply the shared block, read the state.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`. With a gate,
-    it also defines `halt`. It declares its other capabilities (`kv_cache`, `branches`, `causal`), and `check_model`
-    tests them against a plain pass. `SimpleLoopedModel` needs less code.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`. A subclass
+    with a gate also defines `halt`. A subclass also declares its capabilities (`kv_cache`, `branches`, `causal`), and
+    `check_model` tests these capabilities against a plain pass. For a network that takes padded batches,
+    `SimpleLoopedModel` needs less code.
 
     Shapes: B rows, M tokens of the longest row, S states of all tokens, T loops, D width, V vocabulary.
 
@@ -169,7 +170,7 @@ class LoopedModel(nn.Module):
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights: "int8" after loading with int8; for torchao, also the kind of weight."""
+        """Return the precision of the weights, such as "int8"; with torchao, also the class of the weights."""
         if any(isinstance(layer, Int8Linear) for layer in self.modules()):
             return "int8"
         kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
@@ -182,12 +183,12 @@ class LoopedModel(nn.Module):
         return self._identity is not None and self._identity[0] == self._fingerprint()
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
-        """Set the function that hashes the current weights; LoopScope calls it when it needs the hash.
+        """Set the function that hashes the current weights; LoopScope calls this function when the hash is needed.
 
         Parameters
         ----------
         hashed
-            A function that returns the hash.
+            A function that returns the hash of the current weights.
         """
         self._identity = (self._fingerprint(), hashed)
 
@@ -272,7 +273,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state of rows, each at its own loop.
+            The state of the selected rows, each at its own loop.
 
         Returns
         -------
@@ -281,12 +282,12 @@ class LoopedModel(nn.Module):
         """
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Read the state in the form in which the head and the gate read it.
+        """Return the state in the form that the head and the gate read.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
@@ -303,7 +304,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
@@ -350,24 +351,24 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state of rows before their last loop.
+            The state of the selected rows before their last loop.
         positions
             [B] the position in each row to read.
 
         Returns
         -------
         Tensor or None
-            [B, D] states at these positions; None if the model cannot omit anything.
+            [B, D] states at these positions; None if the model cannot omit any computation.
         """
         return None
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
-        """Compute `pooled` of the next loop before the loop is complete, so that rows that exit skip the rest of it.
+        """Compute `pooled` of the next loop before the loop is complete; rows that exit skip the rest of the loop.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read.
 
@@ -470,7 +471,7 @@ class LoopedModel(nn.Module):
         capability
             "kv_cache", "branches" or "causal".
         what
-            The use, in words.
+            A description of the use, for the error message.
 
         Raises
         ------
@@ -515,7 +516,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         loops
-            The average loops of a token.
+            The average number of loops per token.
 
         Returns
         -------
@@ -552,11 +553,11 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state before these loops.
+            The state from which the loops continue.
         num_loops
             The number of loops (default: all).
         cache
-            A function from a loop to the cached tokens that precede the rows (default: none).
+            A function that takes a loop and returns the cached tokens that precede the rows (default: none).
 
         Returns
         -------
@@ -577,12 +578,12 @@ class LoopedModel(nn.Module):
         return checkpoint(step, state.hidden, use_reentrant=False)  # draws the same random numbers again, if any
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute `pooled` and `head_input`, which are the same tensor unless the head attends.
+        """Compute `pooled` and `head_input`, which are the same tensor unless the head has attention layers.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
@@ -602,7 +603,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state before these loops.
+            The state from which the loops continue.
         num_loops
             The number of loops.
         positions
@@ -645,8 +646,8 @@ class LoopedModel(nn.Module):
         Returns
         -------
         Loops
-            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; with `positions`, without M.
-            Pooled states after the end of a row are zero.
+            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; with `positions`, all shapes are
+            without M. Pooled states after the end of a row are zero.
         """
         depth = self.num_loops if num_loops is None else num_loops
         assert depth >= 1
@@ -702,10 +703,10 @@ class SimpleLoopedModel(LoopedModel):
     """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt with a gate.
 
     LoopScope can record, diagnose and calibrate such a model, and run it row by row. Text and questions with choices
-    need a KV cache and branches; for these, derive from `LoopedModel`.
+    need a KV cache and branches; for such tasks, derive the class from `LoopedModel`.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. With a
-    gate, it also defines `halt`.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. A
+    subclass with a gate also defines `halt`.
 
     Examples
     --------
@@ -735,7 +736,7 @@ class SimpleLoopedModel(LoopedModel):
         tokens
             [B, M] tokens.
         mask
-            [B, M] false at padding.
+            [B, M] a mask that is false at padding.
 
         Returns
         -------
@@ -752,7 +753,7 @@ class SimpleLoopedModel(LoopedModel):
         hidden
             [B, M, D] hidden states.
         mask
-            [B, M] false at padding.
+            [B, M] a mask that is false at padding.
 
         Returns
         -------

@@ -69,7 +69,8 @@ class Splits(Settings, frozen=True, kw_only=True):
 class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     """Generate examples of known difficulty; the fields of the class are the settings of the task.
 
-    A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
+    A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. All other methods of a task have
+    defaults.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def levels(self) -> range:
-        """Return the difficulties of training, validation and test."""
+        """Return the difficulties of the training, validation and test splits."""
 
     @abstractmethod
     def length(self, difficulty: Any) -> Any:
@@ -130,7 +131,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         draws
-            Random draws.
+            The source of random draws.
         difficulty
             [N] difficulties.
 
@@ -158,7 +159,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         """
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
-        """Compute the difficulty of examples; by default, it follows from their lengths.
+        """Compute the difficulty of examples; by default, the length of an example determines its difficulty.
 
         Parameters
         ----------
@@ -197,7 +198,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def input_form(self) -> str:
-        """Describe an input in words."""
+        """Describe the kind of input in words."""
         return f"an input of the task {type(self).__name__}"
 
     def is_input(self, row: list[int]) -> bool:
@@ -231,7 +232,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         draws
-            Random draws.
+            The source of random draws.
         difficulty
             [N] difficulties.
 
@@ -261,7 +262,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return [self.separator.join(map(symbols.__getitem__, row[1 : length - 1])) for row, length in rows]
 
     def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        """Read examples that `text` wrote.
+        """Read examples from texts in the format of `text`.
 
         Parameters
         ----------
@@ -278,7 +279,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If a text is not a valid input, or if it is too long.
+            If a text is not a valid input, or if a text is too long.
         """
         numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
         rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
@@ -341,7 +342,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If the split has fewer examples, or if it has no such difficulty.
+            If the split has fewer examples than requested, or lacks a requested difficulty.
         """
         check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
@@ -372,14 +373,14 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         seed
             The seed of the run.
         step
-            The step.
+            The number of the training step.
         size
-            The number of examples.
+            The number of examples in the batch.
 
         Returns
         -------
         Examples
-            The examples; over successive steps, they are balanced over difficulties.
+            The examples of the batch; successive batches together are balanced over difficulties.
         """
         draws = Draws(self.train_seed, (seed << 32) + step)
         difficulty = np.asarray(self.levels)[(step * size + np.arange(size)) % len(self.levels)]
