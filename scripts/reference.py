@@ -69,7 +69,7 @@ SETTINGS: dict[str, tuple[str, list[tuple[str, type[msgspec.Struct]]]]] = {
         [("A gate", GateSettings), ("A stopper", StopperSettings)],
     ),
     "A study": (
-        "`loopscope study run STUDY` takes a TOML file. [Studies](../how-to/studies.md) explains this file by examples.",
+        "`loopscope study run STUDY` takes a TOML file. [Studies](../how-to/studies.md) explains the file of a study.",
         [
             ("The file", Study),
             ("`[[parts]]`", StudyPart),

@@ -81,7 +81,7 @@ class OperatingPoint:
 class Frontier(Tabular):
     """Hold the curve of a readout: accuracy against average loops, at each of G thresholds.
 
-    `sweep` returns this object.
+    `sweep` returns a `Frontier`.
 
     Parameters
     ----------
@@ -90,9 +90,9 @@ class Frontier(Tabular):
     thresholds
         [G] thresholds in the order of the grid; NaN for a readout without thresholds.
     accuracy, average_loops
-        [G] results on evaluation data.
+        [G] results on evaluation data, one for each threshold.
     calibration_accuracy, calibration_average_loops
-        [G] results on calibration data, which you may use to choose a threshold.
+        [G] results on calibration data, one for each threshold; you may use these results to choose a threshold.
     scope
         The recorded model and the kind of its decisions.
 
@@ -131,7 +131,7 @@ class Frontier(Tabular):
         Returns
         -------
         FrontierPlot
-            The chart; `save` writes it to a file.
+            The chart; `save` writes the chart to a file.
         """
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
@@ -276,7 +276,7 @@ class FrontierPlot:
         return f"FrontierPlot({', '.join(self.curves)}: accuracy against average loops; a notebook draws it)"
 
     def save(self, path: str | Path) -> None:
-        """Write the chart to a file; this needs the extra `report`.
+        """Write the chart to a file; `save` needs the extra `report`.
 
         Parameters
         ----------
@@ -328,7 +328,7 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
     evaluation
         Another recording of the same model, on which the thresholds are measured.
     grid
-        "fine" (the default) has so many thresholds that the distance between them does not matter; "paper" has the
+        The grid of thresholds: "fine" (the default) has negligible distances between thresholds, "paper" has the
         thresholds of the paper.
 
     Returns

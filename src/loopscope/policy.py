@@ -332,7 +332,7 @@ class ExitPolicy:
         weights
             The hash of the model's weights; None if unknown.
         num_loops
-            Full depth of the model.
+            The number of loops of the model at full depth.
         here
             The kind of decisions to make.
 
@@ -367,7 +367,7 @@ class ExitPolicy:
         Parameters
         ----------
         num_loops
-            Full depth of the model.
+            The number of loops of the model at full depth.
 
         Raises
         ------
@@ -394,7 +394,7 @@ class ExitPolicy:
         Returns
         -------
         ExitPolicy
-            The same rule for decisions of the same kind, without a guarantee.
+            A policy with the same rule for decisions of the same kind, without a guarantee.
         """
         gate = self.gate and replace(
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
@@ -403,7 +403,7 @@ class ExitPolicy:
         return replace(self, gate=gate, scope=scope, certificate=None)
 
     def for_stored_weights(self, weights: str) -> Self:
-        """Return the same policy for the same model after its weights were saved again with another hash.
+        """Return the policy for the same model after the weights were saved again with a different hash.
 
         Parameters
         ----------
@@ -455,12 +455,12 @@ class ExitPolicy:
         Parameters
         ----------
         trajectory
-            A recording.
+            The recording whose signal the policy reads.
 
         Returns
         -------
         NDArray[np.bool_]
-            [N, T] whether the rule is met; a signal that is NaN never meets it.
+            [N, T] whether an example meets the rule; a signal that is NaN never meets the rule.
         """
         return self.decide(self.values(trajectory))
 
@@ -470,7 +470,7 @@ class ExitPolicy:
         Parameters
         ----------
         trajectory
-            A recording.
+            The recording whose signal the policy reads.
 
         Returns
         -------

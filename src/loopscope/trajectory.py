@@ -224,7 +224,7 @@ class Trajectory:
         return sha.hexdigest()
 
     def take(self, rows: Array) -> Self:
-        """Select examples.
+        """Select some examples of the recording.
 
         Parameters
         ----------
@@ -434,7 +434,7 @@ class Trajectory:
         Parameters
         ----------
         other
-            Another recording.
+            The recording to compare with.
 
         Returns
         -------

@@ -73,7 +73,7 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 class Comparison(Tabular):
     """Hold the differences between two readouts, the first minus the second, with 95 % intervals.
 
-    `compare` returns this object. Printing the object shows the verdict and a table of the differences.
+    `compare` returns a `Comparison`. Printing the object shows the verdict and a table of the differences.
 
     Parameters
     ----------
@@ -214,10 +214,10 @@ def compare(
         Validation and test recordings of another model on the same examples, for the second readout (default: both
         readouts use the same recordings).
     target
-        The accuracy X of D@X, or a `Target` (default: 1 point below the full-depth accuracy of the less accurate
-        model).
+        The accuracy X of D@X, or a `Target` (default: 1 percentage point below the full-depth accuracy of the less
+        accurate model).
     other_name, name
-        Names of the two models, which appear in the sentence.
+        Names of the two models, which appear in the verdict.
 
     Returns
     -------

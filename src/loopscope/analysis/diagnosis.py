@@ -41,7 +41,7 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 class Diagnosis(Tabular):
     """Hold the verdict on a model, and the gaps from which it follows.
 
-    `diagnose` returns this object. Printing the object shows the verdict and a table of the gaps.
+    `diagnose` returns a `Diagnosis`. Printing the object shows the verdict and a table of the gaps.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Diagnosis(Tabular):
     sentence
         The verdict in a sentence.
     weak_reference
-        Whether the reference is clearly less accurate than the model, so that it cannot serve as a measure.
+        Whether the reference is clearly less accurate than the model, so that the reference cannot serve as a measure.
 
     Examples
     --------
@@ -202,7 +202,7 @@ def diagnose(
     reference
         Validation and test recordings of the model whose trajectory you compare with (default: none).
     target
-        The accuracy to reach, or a `Target` (default: 1 point below the full-depth accuracy).
+        The accuracy to reach, or a `Target` (default: 1 percentage point below the full-depth accuracy).
 
     Returns
     -------

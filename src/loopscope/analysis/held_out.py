@@ -52,7 +52,7 @@ class GuaranteeCheck:
 class HeldOut(Tabular):
     """Hold the results of a policy on examples that calibration did not use.
 
-    `check_policy` returns this object.
+    `check_policy` returns a `HeldOut`.
 
     Parameters
     ----------

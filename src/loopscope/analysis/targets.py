@@ -28,7 +28,8 @@ class Target:
     accuracy
         An absolute accuracy above 0 and up to 1, such as 0.95.
     below_full_depth
-        Instead of `accuracy`: the distance below the model's own full-depth accuracy, such as 0.01 for one point.
+        Instead of `accuracy`: the distance below the model's own full-depth accuracy, such as 0.01 for one percentage
+        point.
 
     Raises
     ------

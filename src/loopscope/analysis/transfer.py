@@ -107,7 +107,7 @@ def transfer(
     gates
         Gates and stoppers that were fitted to the models, by model and by name (default: none).
     target
-        The accuracy at which depths are compared (default: 1 point below each model's full-depth accuracy).
+        The accuracy at which depths are compared (default: 1 percentage point below each model's full-depth accuracy).
     progress
         A function that LoopScope calls with the number of finished steps, the number of all steps, and a note.
 
@@ -119,7 +119,7 @@ def transfer(
     Raises
     ------
     UserError
-        If the validation data of one model share examples with the test data of another.
+        If the validation data of one model share examples with the test data of another model.
 
     Examples
     --------

@@ -142,8 +142,8 @@ def conformal_risk_control(
     recording
         Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest allowed expected risk (default: 0.01). If an example is lost at one threshold, it counts as lost at
-        all looser thresholds.
+        The largest allowed expected risk (default: 0.01). If an early exit loses an answer at one threshold, the answer
+        counts as lost at all looser thresholds.
     grid, gates, seed
         As in `calibrate`.
     **options

@@ -369,7 +369,7 @@ class Monitor:
         Raises
         ------
         UserError
-            If the file was altered, or if the monitor watches another policy.
+            If the file was altered, or if the monitor watches a different policy.
         """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")

@@ -61,9 +61,9 @@ def define(subparsers: Any) -> None:
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
     option(parser, "--threshold X", "threshold of the exit rule (default: chosen on validation data)")
-    deeper = "number of loops to run (default: as in training)"
+    deeper = "number of loops to run (default: the number of loops in training)"
     option(parser, "--loops N", deeper, type=loops)
-    option(parser, "--batch-size N", "number of rows that run together", default=256)
+    option(parser, "--batch-size N", "number of rows per batch", default=256)
     option(parser, "--out FILE", "file for the answers (default: standard output)", type=new_path)
     inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")

@@ -32,7 +32,7 @@ def define(subparsers: Any) -> None:
     parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
     measured = "recorded runs to measure (default: a model with random weights)"
     option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
-    rules = f"exit by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
+    rules = f"measure exits by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
@@ -64,7 +64,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--prompts N", "number of documents to continue", default=16)
     option(parser, "--prompt-tokens N", "number of tokens in each prompt", default=64)
     option(parser, "--new-tokens N", "number of tokens that continue each prompt", default=64)
-    option(parser, "--batch-size N", "number of documents that run together", default=8)
+    option(parser, "--batch-size N", "number of documents per batch", default=8)
     add_shared(parser, "--dtype NAME", "--compile", "--rounds N", *COMPUTE)
 
 

@@ -18,8 +18,8 @@ tests the thresholds on the rest of the recording. With --grid, another recordin
 guarantee cannot be proven, `calibrate` reports how many examples a proof needs.
 
 A guarantee for text holds for one KV cache. If you calibrate on a recording, the guarantee holds for the cache `full`.
-For the cache `propagate` or `latest`, give a live run. docs/explanation/guarantees.md lists the assumptions of a
-guarantee.
+For the cache `propagate` or `latest`, give a live run. For the assumptions of a guarantee, see
+docs/explanation/guarantees.md.
 """
 
 import argparse

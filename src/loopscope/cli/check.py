@@ -27,7 +27,7 @@ def define_monitor(subparsers: Any) -> None:
     """Add the arguments of `loopscope monitor` to the parser."""
     parser = add_verb(subparsers, "monitor", _monitor.__doc__, _monitor)
     _add_policy_and_recording(parser)
-    option(parser, "--stream", "read the examples in their recorded order, as they arrived")
+    option(parser, "--stream", "read the examples in their recorded order, which is their order of arrival")
     option(parser, "--alpha X", "largest share of streams that may raise a false alarm (default: 0.01)")
     audits = "share of the examples to audit, chosen at random (default: all examples; 0: watch only exits)"
     option(parser, "--audit X", audits, type=share_or_zero)

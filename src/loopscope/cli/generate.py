@@ -125,7 +125,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--temperature X", heat, type=non_negative, default=0.0)
     option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest tokens whose probabilities sum to X", type=share, default=1.0)
-    option(parser, "--batch-size N", "number of prompts that run together", default=8)
+    option(parser, "--batch-size N", "number of prompts per batch", default=8)
     option(parser, "--show-loops", "print the number of loops of each token")
     lines = "write JSON lines, one per prompt; after an interruption, the same command continues"
     option(parser, "--out FILE", lines, type=new_texts_file)

@@ -198,9 +198,9 @@ _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),
     "run": ("the folder of a finished run", {"type": Path}),
-    "--any-model": ("use the policy on any model, without its guarantee", {}),
+    "--any-model": ("use the policy on any model, without the policy's guarantee", {}),
     "--at X": (
-        "target accuracy, such as 0.95 (default: 1 point below full-depth accuracy on validation data)",
+        "target accuracy, such as 0.95 (default: 1 percentage point below full-depth accuracy on validation data)",
         {"type": share},
     ),
     "--chat": ("put each prompt into the model's chat template", {}),
@@ -211,7 +211,10 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--compile": ("compile the loop first; useful for long runs, because compiling takes a minute or more", {}),
     "--data DIR": ("folder with the benchmarks' files (default: download them from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
-    "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: as stored)", {"choices": PRECISIONS}),
+    "--dtype NAME": (
+        "precision: float32, bfloat16, float16 or int8 (default: as in the checkpoint)",
+        {"choices": PRECISIONS},
+    ),
     "--force": ("start even if the run is far too big for this machine", {}),
     "--fitted DIR": ("folder of a fitted gate or stopper to add as a readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),

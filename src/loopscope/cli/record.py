@@ -45,7 +45,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--examples N", "number of examples to record (default: the whole split)")
     levels = "range of difficulties, such as 11-14 (default: the difficulties of the task)"
     option(parser, "--levels A-B", levels, type=number_range)
-    option(parser, "--loops N", "number of loops to run (default: as in training)", type=loops)
+    option(parser, "--loops N", "number of loops to run (default: the number of loops in training)", type=loops)
     option(parser, "--no-logits", "store signals and predictions instead of the logits")
     where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
@@ -77,7 +77,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--candidates N", "maximum number of candidate thresholds to run (default: 12)")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
-    option(parser, "--batch-size N", "number of windows that run together", default=32)
+    option(parser, "--batch-size N", "number of windows per batch", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, "--fitted DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
@@ -86,7 +86,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--split NAME", role, **roles)
     option(parser, "--limit N", "maximum number of questions to record")
     option(parser, "--mean-state", "average the gate and the state over the tokens of the choices")
-    option(parser, "--batch-tokens N", "number of tokens that run together (default: 8192)")
+    option(parser, "--batch-tokens N", "number of tokens per batch (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)

@@ -89,7 +89,9 @@ def define_demo(subparsers: Any) -> None:
 
 def _add_compute_options(parser: Parser) -> None:
     """Add the options of a study's devices and threads."""
-    option(parser, "--store DIR", "folder for all artifacts (default: `store` beside --out)", type=out_folder)
+    option(
+        parser, "--store DIR", "folder for all artifacts (default: the folder `store` beside --out)", type=out_folder
+    )
     changed = "change a setting in all runs, such as training.steps=300 (repeatable)"
     option(parser, "--set A.B=C", changed, action="append")
     add_shared(parser, "--json")
@@ -102,7 +104,11 @@ def _add_worker_options(parser: Parser) -> None:
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
     option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the cluster of this machine)")
     parser.needs(address="engine")
-    option(parser, "--workers N", "number of tasks that run together on local CPU cores (default: as many as fit)")
+    option(
+        parser,
+        "--workers N",
+        "number of tasks that run together on local CPU cores (default: cores divided by --threads)",
+    )
     add_shared(parser, "--force", "--open")
 
 

@@ -85,7 +85,7 @@ def _pretrain(options: argparse.Namespace) -> None:
     layout.
 
     With --start, LoopScope trains an existing checkpoint further. The folder of the run becomes a checkpoint of the
-    same kind, with the same tokenizer. docs/how-to/training.md describes the TOML file for --start.
+    same kind, with the same tokenizer. For the TOML file of --start, see docs/how-to/training.md.
 
     If a run is killed or interrupted, the same command continues the run. The result of a continued run is
     bit-identical to the result of an uninterrupted run.

@@ -119,7 +119,7 @@ def generate(
     model
         A model with a KV cache, in evaluation mode.
     prompts
-        The prompts.
+        The prompts to continue.
     policy
         The rule by which a token exits (default: every token runs all loops).
     **options
@@ -198,7 +198,7 @@ def stream(
         Write the text of full depth, up to rounding: early exits only draft tokens, which full depth confirms or
         replaces.
     batch_size
-        The number of prompts that run together (default: 8).
+        The number of prompts per batch (default: 8).
     with_logits
         Return the logits with every token.
     stats

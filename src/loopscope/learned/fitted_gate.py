@@ -105,7 +105,7 @@ class FittedGate:
         return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
 
     def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
-        """Compute halt logits.
+        """Compute halt logits from pooled states.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the gate was fitted to another model.
+            If the gate was fitted to a different model.
         """
         check_host(self.provenance, weights, "gate")
 
@@ -215,7 +215,7 @@ class FittedGate:
         Returns
         -------
         FittedGate
-            The gate.
+            The fitted gate.
 
         Raises
         ------
@@ -239,7 +239,7 @@ class FittedGate:
         Returns
         -------
         FittedGate
-            The gate.
+            The fitted gate.
 
         Raises
         ------

@@ -154,7 +154,7 @@ class Stopper:
 
     @property
     def contents(self) -> StopperContents:
-        """Return the kind and the signals, in the form in which a file stores them."""
+        """Return the kind and the signals, in the form of a stopper file."""
         return StopperContents(kind=self.kind, signals=list(self.signals))
 
     def check(self, weights: str | None) -> None:
@@ -168,7 +168,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the stopper was fitted to another model.
+            If the stopper was fitted to a different model.
         """
         check_host(self.provenance, weights, "stopper")
 
@@ -193,7 +193,7 @@ class Stopper:
         Parameters
         ----------
         num_loops
-            Full depth.
+            The number of loops at full depth.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class Stopper:
         Parameters
         ----------
         now
-            [N, F] the signals at this loop.
+            [N, F] the signals at the current loop.
         state
             The state after the previous loop; None at loop 1.
 
@@ -320,7 +320,7 @@ class Stopper:
         Returns
         -------
         Stopper
-            The stopper.
+            The fitted stopper.
 
         Raises
         ------
@@ -346,7 +346,7 @@ class Stopper:
         Returns
         -------
         Stopper
-            The stopper.
+            The fitted stopper.
 
         Raises
         ------

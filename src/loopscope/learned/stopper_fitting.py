@@ -92,7 +92,7 @@ def fit_stopper(
     Returns
     -------
     Stopper
-        The stopper. `attach` adds the stopper to a recording as the readout `stopper:NAME`.
+        The fitted stopper. `attach` adds the stopper to a recording as the readout `stopper:NAME`.
 
     Raises
     ------

@@ -153,7 +153,7 @@ class LoopedModel(nn.Module):
     def weights_sha256(self) -> str:
         """Return the hash that identifies this model: the hash of its file, or of its parameters.
 
-        A model with changed parameters or another precision has another hash.
+        A model with changed parameters or a different precision has a different hash.
         """
         if not self.is_identified:
             self.identify_by(lambda: tensors_sha256(self._stored_tensors()))
@@ -215,7 +215,7 @@ class LoopedModel(nn.Module):
     def compile(self, **options: Any) -> None:
         """Compile `step` with torch.compile, as one graph; attention stays uncompiled.
 
-        The first loops take long, because PyTorch compiles during them.
+        PyTorch compiles during the first loops, which therefore take long.
 
         Parameters
         ----------
@@ -317,7 +317,7 @@ class LoopedModel(nn.Module):
 
     @abstractmethod
     def predict(self, head_input: Tensor) -> Tensor:
-        """Compute logits.
+        """Compute logits from the input of the head.
 
         Parameters
         ----------
@@ -331,7 +331,7 @@ class LoopedModel(nn.Module):
         """
 
     def halt(self, pooled: Tensor) -> Tensor | None:
-        """Compute halt logits; a model without a gate returns None.
+        """Compute halt logits from pooled states; a model without a gate returns None.
 
         Parameters
         ----------
@@ -346,7 +346,7 @@ class LoopedModel(nn.Module):
         return None
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor | None:
-        """Compute `pooled` after one more loop, without computing values that nothing reads afterwards.
+        """Compute `pooled` after one more loop, and skip values that no later step reads.
 
         Parameters
         ----------
@@ -386,7 +386,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         begun
-            The state in the middle of the loop, for all rows or for some of them.
+            The state in the middle of the loop, for all rows or for some rows.
 
         Returns
         -------
@@ -495,7 +495,7 @@ class LoopedModel(nn.Module):
         Raises
         ------
         UserError
-            If the model cannot run this many loops, for instance because it has weights for each loop.
+            If the model cannot run this many loops, for instance because the model has separate weights for each loop.
         """
         trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
         if loops == trained:
@@ -548,7 +548,7 @@ class LoopedModel(nn.Module):
     def unroll(
         self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
-        """Run loops one after the other.
+        """Run loops one after another, and yield the state after each loop.
 
         Parameters
         ----------
@@ -605,7 +605,7 @@ class LoopedModel(nn.Module):
         state
             The state from which the loops continue.
         num_loops
-            The number of loops.
+            The number of loops to run.
         positions
             [B] the position in each row to read (default: every token).
         truncated

@@ -61,7 +61,7 @@ class Readout:
     name
         The readout's name, of letters, digits, `_`, `.` and `-`.
     exits
-        "above" or "below": the side of the threshold on which an example exits. An example also exits if its value
+        "above" or "below": the side of the threshold on which an example exits. An example also exits if its signal
         equals the threshold.
     reads
         The input of the step: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
@@ -251,7 +251,7 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
     Raises
     ------
     UserError
-        If another readout has this name.
+        If a different readout has this name.
 
     Examples
     --------
@@ -265,12 +265,12 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
 
 
 def register_readout(new: Readout) -> Readout:
-    """Register a readout, so that you can use it by name.
+    """Register a readout, so that you can use the readout by its name.
 
     Parameters
     ----------
     new
-        The readout.
+        The readout to register.
 
     Returns
     -------
@@ -280,7 +280,7 @@ def register_readout(new: Readout) -> Readout:
     Raises
     ------
     UserError
-        If another readout has this name.
+        If a different readout has this name.
 
     Examples
     --------

@@ -30,7 +30,7 @@ _RECORDED_ROUNDING = 1e-4
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
-    """Read a signal of a recording: as recorded, or computed once from other arrays.
+    """Read a signal that a recording holds, or compute the signal from other arrays of the recording.
 
     Parameters
     ----------

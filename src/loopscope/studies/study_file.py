@@ -279,7 +279,8 @@ class Study(Settings, frozen=True, kw_only=True):
     title
         The title of the study.
     targets
-        Target accuracies at which the report compares depths (default: 1 point below each model's full-depth accuracy).
+        The target accuracies at which the report compares depths (default: 1 percentage point below each model's
+        full-depth accuracy).
     products
         Names of products of the report (tables and figures), or of groups of them.
     parts

@@ -53,7 +53,7 @@ class Splits(Settings, frozen=True, kw_only=True):
     extrapolation_seed
         The seed of the extrapolation split.
     disjoint
-        Whether the splits share no input.
+        Whether no input occurs in two splits.
     """
 
     train_examples: StoredOrOnline = 0
@@ -79,7 +79,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     train_seed, validation_seed, test_seed, extrapolation_seed
         Seeds of the splits.
     disjoint
-        Whether the splits share no input (default: no).
+        Whether no input occurs in two splits (default: no).
 
     Examples
     --------
@@ -133,7 +133,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         draws
             The source of random draws.
         difficulty
-            [N] difficulties.
+            [N] the difficulties of the examples.
 
         Returns
         -------
@@ -164,14 +164,14 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         tokens
-            [N, M] rows.
+            [N, M] rows of tokens.
         lengths
             [N] the length of each row.
 
         Returns
         -------
         NDArray[np.int64]
-            [N] difficulties.
+            [N] the difficulties of the examples.
         """
         difficulty: Integers = (lengths - self.length(0)) // (self.length(1) - self.length(0))
         return difficulty
@@ -187,7 +187,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         difficulty
-            A difficulty.
+            A difficulty of the task.
 
         Returns
         -------
@@ -198,7 +198,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
 
     @property
     def input_form(self) -> str:
-        """Describe the kind of input in words."""
+        """Return a description of an input, for error messages."""
         return f"an input of the task {type(self).__name__}"
 
     def is_input(self, row: list[int]) -> bool:
@@ -234,7 +234,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         draws
             The source of random draws.
         difficulty
-            [N] difficulties.
+            [N] the difficulties of the examples.
 
         Returns
         -------
@@ -250,7 +250,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         examples
-            Examples of this task.
+            Examples of the task.
 
         Returns
         -------

@@ -131,7 +131,7 @@ def fit_gate(
     Returns
     -------
     FittedGate
-        The gate. `attach` adds the gate to a recording as the readout `gate:NAME`.
+        The fitted gate. `attach` adds the gate to a recording as the readout `gate:NAME`.
 
     Raises
     ------

@@ -376,7 +376,7 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
     vocab_size
         The number of tokens of the new tokenizer.
     context
-        The number of tokens per window.
+        The number of tokens per window of text.
     objective
         The table `[objective]`.
     training
@@ -402,7 +402,7 @@ class Adapters(Settings, frozen=True, kw_only=True):
     rank
         The rank of each adapter.
     alpha
-        The scale of each adapter; LoopScope divides it by the rank.
+        The scale of each adapter; LoopScope divides this scale by the rank.
     """
 
     rank: Count = 16
@@ -415,7 +415,7 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     context
-        The number of tokens per window.
+        The number of tokens per window of text.
     targets
         The targets of each loop: the next tokens of the "text", or the logits of a "teacher".
     teacher_loops
