@@ -325,7 +325,7 @@ class Trajectory:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
     def distinct(self, *, alone: bool = False, ordered: bool = False) -> Self:
-        """Count every input once.
+        """Select examples so that every input counts once.
 
         Parameters
         ----------

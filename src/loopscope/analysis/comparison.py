@@ -209,7 +209,7 @@ def compare(
         Recordings of a model. LoopScope chooses thresholds on the validation recording and measures the readouts on the
         test recording.
     first, second
-        Names of readouts.
+        The names of the two readouts to compare.
     other
         Validation and test recordings of another model on the same examples, for the second readout (default: both
         readouts use the same recordings).

@@ -87,7 +87,7 @@ def calibrate(
     recording
         Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest allowed risk (default: 0.01).
+        The largest allowed loss against full depth (default: 0.01).
     confidence
         The probability with which the guarantee holds (default: 0.95).
     grid
@@ -142,12 +142,12 @@ def conformal_risk_control(
     recording
         Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest allowed expected risk (default: 0.01). If an early exit loses an answer at one threshold, the answer
-        counts as lost at all looser thresholds.
+        The largest allowed expected loss against full depth (default: 0.01). If an early exit loses an answer at one
+        threshold, the answer counts as lost at all looser thresholds.
     grid, gates, seed
-        As in `calibrate`.
+        The parameters of `calibrate` with the same names.
     **options
-        As in `calibrate`.
+        The options of `calibrate`.
 
     Returns
     -------

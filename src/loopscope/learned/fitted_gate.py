@@ -120,7 +120,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the width of the states differs from that of the gate.
+            If the states and the gate differ in width.
         """
         if pooled.shape[-1] != self.width:
             raise UserError(f"The gate reads states of width {self.width}, and these have {pooled.shape[-1]}.")
@@ -178,7 +178,7 @@ class FittedGate:
         Parameters
         ----------
         recording
-            A recording or a live run.
+            The recording or live run to check.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class FittedGate:
         Parameters
         ----------
         tensors
-            The arrays by name.
+            The arrays of the gate, by name.
         provenance
             The settings of the fit, and the hash of the model's weights.
 
@@ -244,7 +244,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the arrays are not those of a gate.
+            If the arrays do not form a gate.
         """
         if set(tensors) != set(_LAYERS.get(len(tensors), ())):
             raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")

@@ -178,7 +178,7 @@ class Stopper:
         Parameters
         ----------
         recording
-            A recording or a live run.
+            The recording or live run to check.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class Stopper:
         check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject any full depth except that to which the stopper was fitted.
+        """Reject any full depth except the full depth to which the stopper was fitted.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the full depth differs from that of the stopper.
+            If the stopper was fitted to a different full depth.
         """
         if num_loops != self.num_loops:
             raise UserError(
@@ -222,7 +222,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the recording lacks a signal, or has a full depth that differs from that of the stopper.
+            If the recording lacks a signal, or if the recording and the stopper differ in full depth.
         """
         self.check_depth(trajectory.num_loops)
         result, before = np.zeros((trajectory.num_examples, self.num_loops)), None
@@ -339,7 +339,7 @@ class Stopper:
         contents
             The kind and the signals of the stopper.
         tensors
-            The arrays by name.
+            The arrays of the stopper, by name.
         provenance
             The settings of the fit, and the hash of the model's weights.
 
@@ -351,7 +351,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the arrays are not those of a stopper.
+            If the arrays do not form a stopper.
         """
         if set(tensors) != set(_TENSORS):
             raise UserError(f"These are not the tensors of a stopper: {', '.join(sorted(tensors))}.")

@@ -275,7 +275,7 @@ def register_readout(new: Readout) -> Readout:
     Returns
     -------
     Readout
-        The same readout.
+        The registered readout.
 
     Raises
     ------

@@ -37,7 +37,7 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
     name
         The name of a readout or a recorded signal.
     trajectory
-        The recording.
+        The recording to read.
 
     Returns
     -------

@@ -86,11 +86,11 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     gate_gradient
         Shares of the gate's gradient that reach the trunk, only for runs with a gate.
     seed
-        Random seeds.
+        Random seeds of the runs.
     set
         Changes of settings as a.b=c, applied after the changes of the part.
     fit
-        Whether to fit the gates of the part to the trajectories of these runs.
+        Whether to fit the gates of the part to the trajectories of the listed runs.
     extrapolate
         Whether to also record examples that are harder than the training examples.
     name
@@ -220,7 +220,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     models
-        Folders, relative to the folder in which the command runs, or names on the Hub.
+        Folders of checkpoints (relative to the working folder), or names on the Hub.
     benchmarks
         Names of benchmarks.
     data

@@ -77,7 +77,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     train_examples, validation_examples, test_examples
         Sizes of the splits; if `train_examples` is 0, every training step draws new examples.
     train_seed, validation_seed, test_seed, extrapolation_seed
-        Seeds of the splits.
+        The seeds of the splits.
     disjoint
         Whether no input occurs in two splits (default: no).
 
@@ -332,7 +332,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         size
             The number of examples to take from the beginning of the split (default: all).
         levels
-            The difficulties (default: those of training); extrapolation needs this parameter.
+            The difficulties (default: the difficulties in training); extrapolation needs this parameter.
 
         Returns
         -------

@@ -60,7 +60,7 @@ class GateSettings(Settings, frozen=True, kw_only=True):
     batch_size
         The number of examples per step.
     learning_rate
-        The learning rate.
+        The learning rate of the optimizer.
     seed
         The random seed.
     """

@@ -190,7 +190,7 @@ class Objective(Settings, frozen=True, kw_only=True):
 
 
 class Training(Settings, frozen=True, kw_only=True):
-    """Set how a model is trained; the defaults are those of the paper.
+    """Set how a model is trained; the defaults are the settings of the paper.
 
     Parameters
     ----------
