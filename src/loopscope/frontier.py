@@ -147,7 +147,7 @@ class Frontier(Tabular):
         return {"threshold": self.thresholds.tolist(), **{name: getattr(self, name).tolist() for name in names}}
 
     def depth_at(self, accuracy: float) -> float | None:
-        """Read D@X: the smallest average loops at which the evaluation curve reaches an accuracy.
+        """Read D@X: the smallest average number of loops at which the evaluation curve reaches an accuracy.
 
         Parameters
         ----------
@@ -157,7 +157,7 @@ class Frontier(Tabular):
         Returns
         -------
         float or None
-            The average loops; None if the curve never reaches X.
+            The average number of loops; None if the curve never reaches X.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class Frontier(Tabular):
         Returns
         -------
         float or None
-            The average loops; None if the curve never reaches X.
+            The average number of loops; None if the curve never reaches X.
 
         Raises
         ------

@@ -231,7 +231,7 @@ class ExitPolicy:
 
     @property
     def guarantee(self) -> Guarantee | None:
-        """Return the guarantee from calibration; None for a policy that guarantees nothing."""
+        """Return the guarantee from calibration; None for a policy without a guarantee."""
         return None if self.certificate is None else self.certificate.guarantee
 
     @property

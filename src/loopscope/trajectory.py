@@ -439,7 +439,7 @@ class Trajectory:
         Returns
         -------
         bool
-            True for the same split of the same model, or for the same labels and answers.
+            True if both recordings hold the same split of the same model, or the same labels and answers.
         """
         if self is other:
             return True

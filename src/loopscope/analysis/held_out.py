@@ -64,7 +64,7 @@ class HeldOut(Tabular):
     full_depth_accuracy
         The accuracy at full depth; None without labels.
     guarantee
-        Whether the guarantee was kept; None for a policy that guarantees nothing.
+        Whether the guarantee was kept; None for a policy without a guarantee.
 
     Examples
     --------

@@ -189,7 +189,7 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Monitor:
-    """Watch a stream under a calibrated policy for drift.
+    """Watch a stream of examples for drift from the data on which a policy was calibrated.
 
     If the stream does not change and the guarantee is true, the probability that an alarm ever occurs is at most
     `alpha`. For a guarantee in expectation, the monitor watches only the exits.
@@ -206,7 +206,7 @@ class Monitor:
     Raises
     ------
     UserError
-        If the policy guarantees nothing, or if alpha or the seed is out of range.
+        If the policy has no guarantee, or if alpha or the seed is out of range.
 
     Examples
     --------
@@ -253,7 +253,7 @@ class Monitor:
         Returns
         -------
         MonitorResult
-            The results so far, and whether there is an alarm.
+            The results so far, and whether the monitor raised an alarm.
 
         Raises
         ------
@@ -286,7 +286,7 @@ class Monitor:
         Returns
         -------
         MonitorResult
-            The results so far, and whether there is an alarm.
+            The results so far, and whether the monitor raised an alarm.
 
         Raises
         ------
@@ -324,7 +324,7 @@ class Monitor:
 
     @property
     def result(self) -> MonitorResult:
-        """Return the results so far, and whether there is an alarm."""
+        """Return the results so far, and whether the monitor raised an alarm."""
         state = self._state
         return MonitorResult(
             alarm=bool(state.alarms),

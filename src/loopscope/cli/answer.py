@@ -1,4 +1,4 @@
-"""Answer a file of examples with adaptive depth.
+"""Answer the examples in a file with adaptive depth.
 
 loopscope answer runs/demo/fixed-geometric examples.txt --readout margin
 echo "+ 1 * 0 1" | loopscope answer runs/demo/fixed-geometric - \\
@@ -60,7 +60,11 @@ def define(subparsers: Any) -> None:
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
-    option(parser, "--threshold X", "threshold of the exit rule (default: chosen on validation data)")
+    option(
+        parser,
+        "--threshold X",
+        "threshold of the exit rule (default: LoopScope chooses a threshold on validation data)",
+    )
     deeper = "number of loops to run (default: the number of loops in training)"
     option(parser, "--loops N", deeper, type=loops)
     option(parser, "--batch-size N", "number of rows per batch", default=256)

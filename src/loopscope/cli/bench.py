@@ -153,8 +153,8 @@ def _bench_generation(options: argparse.Namespace) -> None:
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --readout top1 --threshold 0.8 --lossless --plain
 
-    LoopScope gives the model the beginnings of documents and then their real next tokens, so that every policy and
-    cache processes the same tokens. With --lossless, the model writes the same number of tokens itself, and LoopScope
+    LoopScope gives the model the beginning of each document and then the real next tokens. All policies and caches
+    therefore process the same tokens. With --lossless, the model writes the same number of tokens itself, and LoopScope
     compares the written text with the text of full depth.
     """
     if len(options.readout) != len(options.threshold) or not options.policy + options.readout:

@@ -63,7 +63,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _monitor(options: argparse.Namespace) -> int:
-    """Check a recording for drift under a policy.
+    """Check a recording for drift from the data on which a policy was calibrated.
 
     loopscope monitor runs/demo/fixed-geometric --policy policy.json \\
         --audit 0.1

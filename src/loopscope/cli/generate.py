@@ -123,7 +123,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--stop TEXT", "end the text before this string (repeatable)", action="append", type=_prompt_text)
     heat = "sampling temperature; 0 takes the likeliest token"
     option(parser, "--temperature X", heat, type=non_negative, default=0.0)
-    option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all", type=whole, default=0)
+    option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all tokens", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest tokens whose probabilities sum to X", type=share, default=1.0)
     option(parser, "--batch-size N", "number of prompts per batch", default=8)
     option(parser, "--show-loops", "print the number of loops of each token")

@@ -1,4 +1,4 @@
-"""Record every loop of a model on a task, a text or a benchmark; or run a text live with early exits.
+"""Record every loop of a model on a task, a text or a benchmark, or run a text live with early exits.
 
 loopscope record task runs/mine --split validation
 loopscope record text runs/ouro mine.txt --out recordings/mine

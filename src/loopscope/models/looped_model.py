@@ -294,7 +294,7 @@ class LoopedModel(nn.Module):
         Returns
         -------
         Tensor
-            [B, D] states at these positions, or [S, D] states of all tokens.
+            [B, D] states at the given positions, or [S, D] states of all tokens.
         """
         return state.at(positions)
 
@@ -358,7 +358,7 @@ class LoopedModel(nn.Module):
         Returns
         -------
         Tensor or None
-            [B, D] states at these positions; None if the model cannot omit any computation.
+            [B, D] states at the given positions; None if the model cannot omit any computation.
         """
         return None
 
@@ -702,8 +702,8 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 class SimpleLoopedModel(LoopedModel):
     """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt with a gate.
 
-    LoopScope can record, diagnose and calibrate such a model, and run it row by row. Text and questions with choices
-    need a KV cache and branches; for such tasks, derive the class from `LoopedModel`.
+    LoopScope can record, diagnose and calibrate such a model, and run the model row by row. Text and questions with
+    choices need a KV cache and branches; for such tasks, derive the class from `LoopedModel`.
 
     A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. A
     subclass with a gate also defines `halt`.

@@ -116,7 +116,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         difficulty
-            A difficulty, or [N] difficulties.
+            One difficulty, or [N] difficulties.
 
         Returns
         -------
@@ -192,7 +192,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Returns
         -------
         int
-            The number of distinct inputs of this difficulty, or a smaller number.
+            The number of distinct inputs of the given difficulty, or a smaller number.
         """
         return int(len(self.symbols) ** (self.length(difficulty) - 2))
 

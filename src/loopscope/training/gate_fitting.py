@@ -136,7 +136,7 @@ def fit_gate(
     Raises
     ------
     UserError
-        If the recording has no hidden states, or if it is for evaluation.
+        If the recording has no hidden states, or is for evaluation.
 
     Examples
     --------
