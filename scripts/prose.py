@@ -105,7 +105,10 @@ def docstring(what: object) -> str:
     for text in texts:
         text = re.sub(r"^Examples\n-+\n.*?(?=^\w+\n-+\n|\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
         prose += re.sub(
-            r"^(?:\w+\n-+|\*{0,2}[\w., |\[\]*]+)$(?=\n    )", "", re.sub(r"^\w+\n-+$", "", text, flags=re.M), flags=re.M
+            r"^(?:\w+\n-+|\*{0,2}\w[\w., |\[\]*]*)$(?=\n    )",
+            "",
+            re.sub(r"^\w+\n-+$", "", text, flags=re.M),
+            flags=re.M,
         ).split("\n\n")
     return "\n\n".join(re.sub(r"\n(?=\S)(?<=\n\n)", "\n", inspect.cleandoc(each)) for each in prose)
 

@@ -54,8 +54,8 @@ SETTINGS: dict[str, tuple[str, list[tuple[str, type[msgspec.Struct]]]]] = {
         ],
     ),
     "A run on a text": (
-        "`loopscope pretrain SETTINGS` takes a TOML file. Its tables `[objective]` and `[training]` are those of a run "
-        "on a task.",
+        "`loopscope pretrain SETTINGS` takes a TOML file. The tables `[objective]` and `[training]` are the same as "
+        "for a run on a task.",
         [
             ("A new Ouro", PretrainSettings),
             ("`[model]` of a new Ouro", OuroShape),
@@ -64,11 +64,12 @@ SETTINGS: dict[str, tuple[str, list[tuple[str, type[msgspec.Struct]]]]] = {
         ],
     ),
     "Fitted gates and stoppers": (
-        "`loopscope fit` has an option for most of these; `ls.fit_gate` and `ls.fit_stopper` take them as keywords.",
+        "`loopscope fit` has an option for most of these settings; `ls.fit_gate` and `ls.fit_stopper` take all "
+        "settings as keywords.",
         [("A gate", GateSettings), ("A stopper", StopperSettings)],
     ),
     "A study": (
-        "`loopscope study run STUDY` takes a TOML file. [Studies](../how-to/studies.md) explains it with examples.",
+        "`loopscope study run STUDY` takes a TOML file. [Studies](../how-to/studies.md) explains the file of a study.",
         [
             ("The file", Study),
             ("`[[parts]]`", StudyPart),
@@ -162,7 +163,8 @@ def _sentence(text: str | None) -> str:
 
 
 def settings() -> str:
-    parts = ["# Settings", f"{_GENERATED} from the classes that read the files; their docstrings hold the meanings."]
+    source = "from the classes that read settings files; the docstrings of these classes hold the meanings"
+    parts = ["# Settings", f"{_GENERATED} {source}."]
     for title, (text, tables) in SETTINGS.items():
         parts += [f"## {title}", text]
         for heading, kind in tables:

@@ -62,7 +62,7 @@ class UserError(ValueError):
     Parameters
     ----------
     message
-        One or two sentences.
+        The message, in one or two sentences.
 
     Examples
     --------

@@ -41,12 +41,12 @@ _WITHOUT_LINE = ("fixed", "oracle")
 
 @dataclass(frozen=True, repr=False)
 class OperatingPoint:
-    """Describe one threshold of a frontier on both data sets.
+    """Describe one threshold of a frontier on evaluation data and on calibration data.
 
     Parameters
     ----------
     policy
-        The readout with this threshold.
+        The policy that consists of the readout and the threshold.
     accuracy, average_loops
         The results of the policy on evaluation data.
     calibration_accuracy, calibration_average_loops
@@ -81,7 +81,7 @@ class OperatingPoint:
 class Frontier(Tabular):
     """Hold the curve of a readout: accuracy against average loops, at each of G thresholds.
 
-    `sweep` returns this object.
+    `sweep` returns a `Frontier`.
 
     Parameters
     ----------
@@ -90,9 +90,9 @@ class Frontier(Tabular):
     thresholds
         [G] thresholds in the order of the grid; NaN for a readout without thresholds.
     accuracy, average_loops
-        [G] results on evaluation data.
+        [G] results on evaluation data, one for each threshold.
     calibration_accuracy, calibration_average_loops
-        [G] results on calibration data, which you may use to choose a threshold.
+        [G] results on calibration data, one for each threshold; you may use these results to choose a threshold.
     scope
         The recorded model and the kind of its decisions.
 
@@ -126,17 +126,17 @@ class Frontier(Tabular):
         Parameters
         ----------
         *others
-            Other frontiers to draw beside this one.
+            Other frontiers to draw in the same chart.
 
         Returns
         -------
         FrontierPlot
-            The chart; `save` writes it to a file.
+            The chart; `save` writes the chart to a file.
         """
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
     def to_dict(self) -> dict[str, list[Any]]:
-        """List the columns by name: threshold, accuracy and average loops on both data sets.
+        """List the columns by name: threshold, accuracy and average loops on evaluation data and on calibration data.
 
         Returns
         -------
@@ -147,7 +147,7 @@ class Frontier(Tabular):
         return {"threshold": self.thresholds.tolist(), **{name: getattr(self, name).tolist() for name in names}}
 
     def depth_at(self, accuracy: float) -> float | None:
-        """Read D@X: the smallest average loops at which the evaluation curve reaches an accuracy.
+        """Read D@X: the smallest average number of loops at which the evaluation curve reaches an accuracy.
 
         Parameters
         ----------
@@ -157,7 +157,7 @@ class Frontier(Tabular):
         Returns
         -------
         float or None
-            The average loops; None if the curve never reaches X.
+            The average number of loops; None if the curve never reaches X.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class Frontier(Tabular):
         Returns
         -------
         float or None
-            The average loops; None if the curve never reaches X.
+            The average number of loops; None if the curve never reaches X.
 
         Raises
         ------
@@ -210,12 +210,12 @@ class Frontier(Tabular):
         return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
 
     def select(self) -> OperatingPoint:
-        """Choose the most accurate point on calibration data; among equals, the point with the fewest loops.
+        """Choose the most accurate point on calibration data; if several are equal, the point with the fewest loops.
 
         Returns
         -------
         OperatingPoint
-            The policy of the point, and its results on both data sets.
+            The policy of the point, and its results on evaluation data and on calibration data.
         """
         best = _most_accurate(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
@@ -231,7 +231,7 @@ class Frontier(Tabular):
 class FrontierPlot:
     """Draw curves of accuracy against average loops.
 
-    `Frontier.plot` makes the chart. A notebook shows it; `save` writes it to a file.
+    `Frontier.plot` makes the chart. A notebook shows the chart; `save` writes the chart to a file.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ class FrontierPlot:
         return f"FrontierPlot({', '.join(self.curves)}: accuracy against average loops; a notebook draws it)"
 
     def save(self, path: str | Path) -> None:
-        """Write the chart to a file; this needs the extra `report`.
+        """Write the chart to a file; `save` needs the extra `report`.
 
         Parameters
         ----------
@@ -286,7 +286,7 @@ class FrontierPlot:
         Raises
         ------
         UserError
-            If the name has another ending, or if the extra is not installed.
+            If the name has a different ending, or if the extra `report` is not installed.
         """
         place = Path(path)
         kind = place.suffix.removeprefix(".")
@@ -317,7 +317,7 @@ def _checked_accuracy(value: float) -> float:
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
-    """Sweep the thresholds of a readout, and measure the accuracy and the average loops of each.
+    """Sweep the thresholds of a readout, and measure the accuracy and the average loops at each threshold.
 
     Parameters
     ----------
@@ -328,7 +328,7 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
     evaluation
         Another recording of the same model, on which the thresholds are measured.
     grid
-        "fine" (the default) has so many thresholds that the distance between them does not matter; "paper" has the
+        The grid of thresholds: "fine" (the default) has negligible distances between thresholds, "paper" has the
         thresholds of the paper.
 
     Returns

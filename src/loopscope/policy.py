@@ -180,8 +180,8 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 class ExitPolicy:
     """Combine a readout and a threshold into an exit rule, for replays and for live runs.
 
-    A calibrated policy carries a certificate. LoopScope rejects such a policy for models and kinds of decisions outside
-    its scope.
+    A calibrated policy carries a certificate. LoopScope rejects a calibrated policy for models and kinds of decisions
+    outside the policy's scope.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class ExitPolicy:
     threshold
         The value at which a row exits; for `fixed`, the loop (from 1). `oracle` takes no threshold.
     gate
-        The fitted gate or stopper of the readout (default: none). A live run needs it.
+        The fitted gate or stopper of the readout (default: none). A live run needs this gate or stopper.
     scope
         The model and the kind of decisions for which the policy holds (default: any).
     certificate
@@ -199,7 +199,7 @@ class ExitPolicy:
     Raises
     ------
     UserError
-        If the readout is unknown, or if the threshold does not fit it.
+        If the readout is unknown, or if the threshold does not fit the readout.
 
     Examples
     --------
@@ -231,12 +231,12 @@ class ExitPolicy:
 
     @property
     def guarantee(self) -> Guarantee | None:
-        """Return the guarantee from calibration; None for a policy that guarantees nothing."""
+        """Return the guarantee from calibration; None for a policy without a guarantee."""
         return None if self.certificate is None else self.certificate.guarantee
 
     @property
     def model(self) -> str | None:
-        """Return the hash of the weights and configuration for which the policy holds; None if it names no model."""
+        """Return the hash of the model's weights and configuration; None if the policy names no model."""
         return self.scope.model
 
     @property
@@ -325,21 +325,21 @@ class ExitPolicy:
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
         """Reject a model, a full depth or a kind of decisions for which the policy does not hold.
 
-        A value that is unknown on one side is not compared.
+        LoopScope does not compare a value that the policy or the caller does not know.
 
         Parameters
         ----------
         weights
             The hash of the model's weights; None if unknown.
         num_loops
-            Full depth of the model.
+            The number of loops of the model at full depth.
         here
             The kind of decisions to make.
 
         Raises
         ------
         UserError
-            If one of these values differs.
+            If a value differs from the policy's value.
         """
         self._as_defined()
         self.scope.check(here)
@@ -367,12 +367,12 @@ class ExitPolicy:
         Parameters
         ----------
         num_loops
-            Full depth of the model.
+            The number of loops of the model at full depth.
 
         Raises
         ------
         UserError
-            If a fixed depth exceeds the full depth, or if a stopper was fitted to another full depth.
+            If a fixed depth exceeds the full depth, or if a stopper was fitted to a different full depth.
         """
         if isinstance(self.gate, Stopper):
             self.gate.check_depth(num_loops)
@@ -394,7 +394,7 @@ class ExitPolicy:
         Returns
         -------
         ExitPolicy
-            The same rule for decisions of the same kind, without a guarantee.
+            A policy with the same rule for decisions of the same kind, without a guarantee.
         """
         gate = self.gate and replace(
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
@@ -403,7 +403,7 @@ class ExitPolicy:
         return replace(self, gate=gate, scope=scope, certificate=None)
 
     def for_stored_weights(self, weights: str) -> Self:
-        """Return the same policy for the same model after its weights were saved again with another hash.
+        """Return the policy for the same model after the weights were saved again with a different hash.
 
         Parameters
         ----------
@@ -413,7 +413,7 @@ class ExitPolicy:
         Returns
         -------
         ExitPolicy
-            The same rule and certificate, for these weights.
+            A policy with the same rule and certificate, for the new weights.
         """
         gate = self.gate
         if gate is not None and "weights_sha256" in gate.provenance:
@@ -427,7 +427,7 @@ class ExitPolicy:
         Parameters
         ----------
         recording
-            The recording to replay the policy on. Omit it if you pass arrays.
+            The recording to replay the policy on. Omit the recording if you pass arrays.
         **arrays
             The arrays of a `Trajectory` instead of a recording, such as `logits=` [N, T, V] or `gate_logits=` [N, T].
 
@@ -439,7 +439,7 @@ class ExitPolicy:
         Raises
         ------
         UserError
-            If the recording is of another model than the policy, or lacks the arrays that the readout reads.
+            If the recording is of a different model than the policy, or lacks the arrays that the readout reads.
         """
         if recording is not None and arrays:
             raise UserError("Give a recording or arrays, not both.")
@@ -450,17 +450,17 @@ class ExitPolicy:
         return stops.argmax(axis=1) + 1
 
     def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
-        """Find the loops at which the rule is met, even if a row exited before.
+        """Find the loops at which an example meets the policy's rule, even after its exit.
 
         Parameters
         ----------
         trajectory
-            A recording.
+            The recording whose signal the policy reads.
 
         Returns
         -------
         NDArray[np.bool_]
-            [N, T] whether the rule is met; a signal that is NaN never meets it.
+            [N, T] whether an example meets the rule; a signal that is NaN never meets the rule.
         """
         return self.decide(self.values(trajectory))
 
@@ -470,7 +470,7 @@ class ExitPolicy:
         Parameters
         ----------
         trajectory
-            A recording.
+            The recording whose signal the policy reads.
 
         Returns
         -------

@@ -79,17 +79,17 @@ class Trajectory:
     labels
         [N] the right class, counted from 0.
     difficulty
-        [N] one number per example; reports split tables and figures by it.
+        [N] one number per example; reports group their tables and figures by this number.
     hidden
         [N, T, D] pooled states, for the readouts and fitted gates that read them.
     gate_logits
-        [N, T] halt logits of the model's own gate. Their sigmoid is the probability of halting at a loop, given that
-        the row did not halt before. The last loop always halts.
+        [N, T] halt logits of the model's own gate. The sigmoid of a halt logit is the probability that the row halts at
+        this loop, given that the row did not halt before. Every row halts at the last loop.
     split
         "train", "validation", "test" or "extrapolation". LoopScope never chooses thresholds on "test" or
         "extrapolation".
     predictions, label_log_probs
-        [N, T] instead of logits: the predicted class and the log-probability of the label.
+        Instead of logits: [N, T] the predicted class and the log-probability of the label.
     signals
         Values [N, T] of readouts, by name.
     seen
@@ -101,8 +101,8 @@ class Trajectory:
     examples
         The N inputs as text.
     provenance
-        The origin of the recording. If it has "weights_sha256", the hash of the weights, LoopScope rejects policies of
-        other models.
+        The origin of the recording. If the origin has "weights_sha256", the hash of the weights, LoopScope rejects
+        policies of other models.
 
     Raises
     ------
@@ -224,7 +224,7 @@ class Trajectory:
         return sha.hexdigest()
 
     def take(self, rows: Array) -> Self:
-        """Select examples.
+        """Select some examples of the recording.
 
         Parameters
         ----------
@@ -234,7 +234,7 @@ class Trajectory:
         Returns
         -------
         Trajectory
-            The recording of these examples, in this order.
+            A recording of the selected examples, in the given order.
 
         Raises
         ------
@@ -263,7 +263,7 @@ class Trajectory:
         Returns
         -------
         Trajectory
-            The same recording with these signals.
+            The same recording with the added signals.
         """
         other = replace(self, signals={**self.signals, **signals}, provenance=provenance)
         given = {each.name for each in fields(self)}
@@ -291,7 +291,7 @@ class Trajectory:
         Returns
         -------
         Trajectory
-            The recording of these examples.
+            A recording of the unseen examples.
 
         Raises
         ------
@@ -325,7 +325,7 @@ class Trajectory:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
     def distinct(self, *, alone: bool = False, ordered: bool = False) -> Self:
-        """Count every input once.
+        """Select examples so that every input counts once.
 
         Parameters
         ----------
@@ -337,7 +337,7 @@ class Trajectory:
         Returns
         -------
         Trajectory
-            The recording of these examples.
+            A recording of the examples that are kept.
 
         Raises
         ------
@@ -399,7 +399,7 @@ class Trajectory:
 
     @property
     def row_sketch(self) -> dict[str, KeySketch]:
-        """Return a sample of `row_keys`, small enough for a file; `num_shared` takes it instead of the recording."""
+        """Return a small sample of `row_keys` for a file; `num_shared` takes this sample instead of the recording."""
         return {kind: keys.sketch() for kind, keys in self.row_keys.items()}
 
     def num_shared(self, other: "Trajectory | Mapping[str, KeySketch]") -> int:
@@ -410,7 +410,7 @@ class Trajectory:
         Parameters
         ----------
         other
-            Another recording, or the `row_sketch` of one.
+            Another recording, or its `row_sketch`.
 
         Returns
         -------
@@ -434,12 +434,12 @@ class Trajectory:
         Parameters
         ----------
         other
-            Another recording.
+            The recording to compare with.
 
         Returns
         -------
         bool
-            True for the same split of the same model, or for the same labels and answers.
+            True if both recordings hold the same split of the same model, or the same labels and answers.
         """
         if self is other:
             return True
@@ -456,7 +456,9 @@ class Trajectory:
         return np.allclose(self.logits, other.logits, rtol=1e-3, atol=1e-3)
 
     def save(self, folder: str | Path) -> None:
-        """Write the recording to a folder, whole or not at all. LoopScope replaces an existing recording.
+        """Write the recording to a folder; an interrupted write leaves no partial recording.
+
+        LoopScope replaces an existing recording.
 
         Parameters
         ----------

@@ -71,9 +71,9 @@ def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """Hold the differences of two readouts, the first minus the second, with 95 % intervals.
+    """Hold the differences between two readouts, the first minus the second, with 95 % intervals.
 
-    `compare` returns this object. Printing it shows the sentence and the table.
+    `compare` returns a `Comparison`. Printing the object shows the verdict and a table of the differences.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class Comparison(Tabular):
         Returns
         -------
         dict[str, list]
-            A row for accuracy, for loops, and for D@X if it is compared.
+            A row for accuracy, for loops, and (if depths are compared) for D@X.
         """
         found: dict[str, Estimate | Gap | None] = {"accuracy": self.selected.accuracy, "loops": self.selected.loops}
         found["depth"] = self.depth
@@ -206,17 +206,18 @@ def compare(
     Parameters
     ----------
     validation, test
-        Recordings of a model. LoopScope chooses thresholds on the first and measures on the second.
+        Recordings of a model. LoopScope chooses thresholds on the validation recording and measures the readouts on the
+        test recording.
     first, second
-        Names of readouts.
+        The names of the two readouts to compare.
     other
         Validation and test recordings of another model on the same examples, for the second readout (default: both
         readouts use the same recordings).
     target
-        The accuracy X of D@X, or a `Target` (default: 1 point below the full-depth accuracy of the less accurate
-        model).
+        The accuracy X of D@X, or a `Target` (default: 1 percentage point below the full-depth accuracy of the less
+        accurate model).
     other_name, name
-        Names of the two models, which appear in the sentence.
+        Names of the two models, which appear in the verdict.
 
     Returns
     -------
@@ -226,7 +227,7 @@ def compare(
     Raises
     ------
     UserError
-        If both are the same readout, or if the examples differ.
+        If you give the same readout twice, or if the examples of the two models differ.
 
     Examples
     --------

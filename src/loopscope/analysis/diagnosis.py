@@ -41,7 +41,7 @@ _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 class Diagnosis(Tabular):
     """Hold the verdict on a model, and the gaps from which it follows.
 
-    `diagnose` returns this object. Printing it shows the sentence and the table.
+    `diagnose` returns a `Diagnosis`. Printing the object shows the verdict and a table of the gaps.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Diagnosis(Tabular):
     best_readout
         The best readout on validation data.
     readout_gap, trajectory_gap, room_left, reachable_room
-        Differences in average loops with 95 % intervals; None if they cannot be measured.
+        Differences in average loops with 95 % intervals; None for a difference that cannot be measured.
     blamed
         The blamed parts: "readout", "trajectory".
     verdict
@@ -60,7 +60,7 @@ class Diagnosis(Tabular):
     sentence
         The verdict in a sentence.
     weak_reference
-        Whether the reference is clearly less accurate than the model, so that it cannot serve as a measure.
+        Whether the reference is clearly less accurate than the model, so that the reference cannot serve as a measure.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class Diagnosis(Tabular):
 
     @property
     def against_reference(self) -> GapWords | None:
-        """Compare the model's trajectory with the reference's, in words; None if they cannot be compared."""
+        """Compare the trajectories of the model and of the reference in words; None if no comparison is possible."""
         gap = self.trajectory_gap
         if self.weak_reference:
             return GapWords(UNDECIDED, "(the reference is the less accurate one)")
@@ -130,7 +130,7 @@ class Diagnosis(Tabular):
 
     @property
     def room_sentence(self) -> str:
-        """Describe the parts of the room that is left; empty if they cannot be measured."""
+        """Describe how many loops a better rule could still save; empty if this saving cannot be measured."""
         room, reachable = self.room_left, self.reachable_room
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
@@ -150,7 +150,7 @@ class Diagnosis(Tabular):
 
     @property
     def target_sentence(self) -> str:
-        """Describe the target, and the accuracy of the gaps if it is lower; empty without a verdict."""
+        """Describe the target, and the accuracy of the gaps if that is below the target; empty without a verdict."""
         if self.verdict == NO_VERDICT:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
@@ -202,7 +202,7 @@ def diagnose(
     reference
         Validation and test recordings of the model whose trajectory you compare with (default: none).
     target
-        The accuracy to reach, or a `Target` (default: 1 point below the full-depth accuracy).
+        The accuracy to reach, or a `Target` (default: 1 percentage point below the full-depth accuracy).
 
     Returns
     -------

@@ -52,7 +52,7 @@ class GuaranteeCheck:
 class HeldOut(Tabular):
     """Hold the results of a policy on examples that calibration did not use.
 
-    `check_policy` returns this object.
+    `check_policy` returns a `HeldOut`.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class HeldOut(Tabular):
     full_depth_accuracy
         The accuracy at full depth; None without labels.
     guarantee
-        Whether the guarantee was kept; None for a policy that guarantees nothing.
+        Whether the guarantee was kept; None for a policy without a guarantee.
 
     Examples
     --------
@@ -116,7 +116,8 @@ def check_policy(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     Raises
     ------
     UserError
-        If the guarantee rests on this data, or if the policy is for another model or another kind of decisions.
+        If the guarantee rests on the given data, or if the policy is for a different model or a different kind of
+        decisions.
 
     Examples
     --------

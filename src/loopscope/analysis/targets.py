@@ -28,12 +28,13 @@ class Target:
     accuracy
         An absolute accuracy above 0 and up to 1, such as 0.95.
     below_full_depth
-        Instead of `accuracy`: the distance below the model's own full-depth accuracy, such as 0.01 for one point.
+        Instead of `accuracy`: the distance below the model's own full-depth accuracy, such as 0.01 for one percentage
+        point.
 
     Raises
     ------
     UserError
-        If neither or both are given, or if a value is out of range.
+        If you give neither or both of the parameters, or if a value is out of range.
 
     Examples
     --------

@@ -36,7 +36,7 @@ from loopscope.trajectory import Trajectory
 class TransferResult:
     """Hold the results of one model's exit rule on the test data of another model.
 
-    Each difference is the result of this rule minus that of the best readout of the other model.
+    Each difference is the result of the transferred rule minus the result of the other model's best readout.
 
     Parameters
     ----------
@@ -47,13 +47,13 @@ class TransferResult:
     readout, threshold
         The readout and the threshold of the rule.
     gap
-        The difference in D@X, for thresholds over the range of the other model's validation data.
+        The difference in D@X, for thresholds over the range of the signal in the other model's validation data.
     accuracy, average_loops
         The results at the threshold of the rule.
     selected
         The difference at the threshold of the rule.
     refused
-        The reason why the rule cannot be replayed on the other model; empty if it can.
+        The reason why the rule cannot be replayed on the other model; empty if the replay succeeds.
 
     Examples
     --------
@@ -95,10 +95,10 @@ def transfer(
     target: float | Target | None = None,
     progress: ProgressCallback = silent,
 ) -> list[TransferResult]:
-    """Replay every model's exit rules on the test data of every model, beginning with its own.
+    """Replay every model's exit rules on the test data of every model, including its own test data.
 
-    The rules of a model are: its best readout that is not a gate, its own gate, its fitted gates and stoppers, and
-    stoppers that LoopScope fits to its validation recording.
+    The rules of a model are its best readout that is not a gate, its own gate, and its fitted gates and stoppers.
+    LoopScope also fits stoppers to the validation recording of each model.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def transfer(
     gates
         Gates and stoppers that were fitted to the models, by model and by name (default: none).
     target
-        The accuracy at which depths are compared (default: 1 point below each model's full-depth accuracy).
+        The accuracy at which depths are compared (default: 1 percentage point below each model's full-depth accuracy).
     progress
         A function that LoopScope calls with the number of finished steps, the number of all steps, and a note.
 
@@ -119,7 +119,7 @@ def transfer(
     Raises
     ------
     UserError
-        If the validation data of one model share examples with the test data of another.
+        If the validation data of one model share examples with the test data of another model.
 
     Examples
     --------

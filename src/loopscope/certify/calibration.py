@@ -79,23 +79,23 @@ def calibrate(
 ) -> ExitPolicy:
     """Choose an exit threshold with a guarantee on the loss against full depth.
 
-    With probability `confidence` over the draw of the recording, the policy loses at most `max_drop`. LoopScope warns
-    you if the guarantee is weaker than it looks, for instance because inputs are repeated.
+    With probability `confidence` over the draw of the recording, exiting early loses at most `max_drop` against full
+    depth. LoopScope warns you if the guarantee is weaker than it looks, for instance because inputs are repeated.
 
     Parameters
     ----------
     recording
-        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
+        Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest allowed risk (default: 0.01).
+        The largest allowed loss against full depth (default: 0.01).
     confidence
         The probability with which the guarantee holds (default: 0.95).
     grid
         Another recording of the model, which proposes the thresholds (default: none).
     gates
-        Fitted gates and stoppers, by name; LoopScope may also choose these (default: none).
+        Fitted gates and stoppers, by name, which LoopScope may choose as readouts, too (default: none).
     seed
-        The random seed for drawing the fifth.
+        The random seed that selects the examples for the thresholds.
     bound
         The test for losses of sequences: "betting" (the default) or "hoeffding_bentkus".
     **options
@@ -140,14 +140,14 @@ def conformal_risk_control(
     Parameters
     ----------
     recording
-        Examples that no evaluation uses. A fifth of them proposes thresholds, unless you pass a `grid`.
+        Examples that no evaluation uses. A fifth of these examples proposes thresholds, unless you pass a `grid`.
     max_drop
-        The largest allowed expected risk (default: 0.01). If an example is lost at one threshold, it counts as lost at
-        all looser thresholds.
+        The largest allowed expected loss against full depth (default: 0.01). If an early exit loses an answer at one
+        threshold, the answer counts as lost at all looser thresholds.
     grid, gates, seed
-        As in `calibrate`.
+        The parameters of `calibrate` with the same names.
     **options
-        As in `calibrate`.
+        The options of `calibrate`.
 
     Returns
     -------

@@ -189,7 +189,7 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Monitor:
-    """Watch a stream under a calibrated policy for drift.
+    """Watch a stream of examples for drift from the data on which a policy was calibrated.
 
     If the stream does not change and the guarantee is true, the probability that an alarm ever occurs is at most
     `alpha`. For a guarantee in expectation, the monitor watches only the exits.
@@ -199,14 +199,14 @@ class Monitor:
     policy
         A calibrated policy.
     alpha
-        The largest share of streams that may give a false alarm (default: 0.01).
+        The largest share of streams that may raise a false alarm (default: 0.01).
     seed
         The random seed for ties between exits, for audits and for the order of recordings.
 
     Raises
     ------
     UserError
-        If the policy guarantees nothing, or if alpha or the seed is out of range.
+        If the policy has no guarantee, or if alpha or the seed is out of range.
 
     Examples
     --------
@@ -245,7 +245,7 @@ class Monitor:
         Parameters
         ----------
         exit_loops
-            [n] the loop at which each unit exits; for a sequence, the average.
+            [n] the loop at which each unit exits; for a sequence, the average over its decisions.
         losses
             [n] the losses of audited units: 1 if the early answer loses against full depth, else 0. NaN marks a unit
             without an audit (default: no audits). Choose at random which units to audit.
@@ -253,7 +253,7 @@ class Monitor:
         Returns
         -------
         MonitorResult
-            The results so far, and whether there is an alarm.
+            The results so far, and whether the monitor raised an alarm.
 
         Raises
         ------
@@ -280,18 +280,18 @@ class Monitor:
         audit
             The share of the units to audit, chosen at random (default: all, or none for a guarantee in expectation).
         stream
-            Read the rows in their recorded order, if that is the order in which they arrived (default: in random
+            Whether to read the rows in their recorded order, because the rows arrived in this order (default: in random
             order).
 
         Returns
         -------
         MonitorResult
-            The results so far, and whether there is an alarm.
+            The results so far, and whether the monitor raised an alarm.
 
         Raises
         ------
         UserError
-            If the guarantee rests on this data, or if audits need labels that the recording does not have.
+            If the guarantee rests on the given data, or if audits need labels that the recording does not have.
         """
         share = float(self.watches_risk) if audit is None else audit
         if not 0 <= share <= 1:
@@ -324,7 +324,7 @@ class Monitor:
 
     @property
     def result(self) -> MonitorResult:
-        """Return the results so far, and whether there is an alarm."""
+        """Return the results so far, and whether the monitor raised an alarm."""
         state = self._state
         return MonitorResult(
             alarm=bool(state.alarms),
@@ -369,7 +369,7 @@ class Monitor:
         Raises
         ------
         UserError
-            If the file was altered, or if the monitor watches another policy.
+            If the file was altered, or if the monitor watches a different policy.
         """
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")

@@ -40,7 +40,7 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     max_drop
-        The largest allowed risk.
+        The largest allowed loss against full depth.
     confidence
         The probability with which the guarantee holds, over the draw of the calibration data.
     in_expectation
@@ -55,12 +55,13 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     unseen
         Whether the guarantee is for inputs that are not in the training data.
     distinct
-        Whether every input counts once, because its copies were not drawn independently.
+        Whether every input counts once, because copies of an input were not drawn independently.
     new_inputs
-        Whether the guarantee is for inputs that are not in the calibration data; then only inputs that occur once
+        Whether the guarantee is for inputs that are not in the calibration data; if so, only inputs that occur once
         count.
     method
-        The method: "walk" sets data aside to propose thresholds; "tolerance" sets none aside and needs a named readout.
+        The method: "walk" sets data aside to propose thresholds; "tolerance" sets no data aside and needs a named
+        readout.
     """
 
     max_drop: Annotated[float, msgspec.Meta(ge=1e-6, lt=1)] = 0.01

@@ -1,4 +1,4 @@
-"""Answer a file of examples with adaptive depth.
+"""Answer the examples in a file with adaptive depth.
 
 loopscope answer runs/demo/fixed-geometric examples.txt --readout margin
 echo "+ 1 * 0 1" | loopscope answer runs/demo/fixed-geometric - \\
@@ -9,9 +9,9 @@ loopscope answer runs/mine examples.txt --fitted gates/linear
 # as `loopscope calibrate` wrote it
 loopscope answer runs/mine examples.txt --policy policy.json
 
-The file has one example per line, as the task writes it: for instance `+ 1 * 0 1` (prefix notation) or `0110`. The
-answers are JSON lines in the order of the examples. Without --threshold, LoopScope chooses the threshold on the run's
-validation recording.
+The file has one example per line, in the text format of the task: for instance `+ 1 * 0 1` (prefix notation) or `0110`.
+The answers are JSON lines in the order of the examples. Without --threshold, LoopScope chooses the threshold on the
+run's validation recording.
 """
 
 import argparse
@@ -60,10 +60,14 @@ def define(subparsers: Any) -> None:
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
-    option(parser, "--threshold X", "threshold of the exit rule (default: chosen on validation data)")
-    deeper = "number of loops to run (default: as in training)"
+    option(
+        parser,
+        "--threshold X",
+        "threshold of the exit rule (default: LoopScope chooses a threshold on validation data)",
+    )
+    deeper = "number of loops to run (default: the number of loops in training)"
     option(parser, "--loops N", deeper, type=loops)
-    option(parser, "--batch-size N", "number of rows that run together", default=256)
+    option(parser, "--batch-size N", "number of rows per batch", default=256)
     option(parser, "--out FILE", "file for the answers (default: standard output)", type=new_path)
     inputs.add_custom_tasks(parser)
     add_shared(parser, "--device NAME", "--threads N")

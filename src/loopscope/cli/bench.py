@@ -32,17 +32,17 @@ def define(subparsers: Any) -> None:
     parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
     measured = "recorded runs to measure (default: a model with random weights)"
     option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
-    rules = f"exit by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
+    rules = f"measure exits by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
     inputs.add_policy_options(parser)
-    option(parser, "--batch-size N", "rows per batch (default: 64 for random weights, else the fastest size)")
+    option(parser, "--batch-size N", "number of rows per batch (default: 64 for random weights, else the fastest)")
     option(parser, "--waiting", "also measure batches in which all rows wait for the slowest row")
     random = f"settings of the random model: a TOML file, or {', '.join(presets())}"
     option(parser, "--settings SETTINGS", random, default="paper")
     option(parser, "--set A.B=C", "change a setting of the random model (repeatable)", action="append")
     option(parser, "--examples N", "number of examples for the random model", default=2048)
-    option(parser, "--loops X", "average loops of the random model", default=1.3)
+    option(parser, "--loops X", "average number of loops per row of the random model", default=1.3)
     add_shared(parser, "--rounds N", *COMPUTE)
     inputs.add_custom_model(parser)
     inputs.add_custom_tasks(parser)
@@ -51,19 +51,20 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     continued = "text files with the documents to continue"
     option(parser, "--text FILE", continued, type=inputs.text_file, nargs="+", required=True)
-    option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
+    option(parser, "--policy FILE", "policy file to measure (repeatable)", action="append")
     inputs.add_policy_options(parser)
     rules = f"measure this readout at its --threshold: {inputs.READOUT_NAMES} (repeatable)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
-    option(parser, "--threshold X", "threshold of each --readout, in the same order (repeatable)", action="append")
+    thresholds = "threshold of each readout, in the order of the readouts (repeatable)"
+    option(parser, "--threshold X", thresholds, action="append")
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: all)"
     option(parser, "--cache MODE", caches, action="append", choices=get_args(CacheMode))
     option(parser, "--lossless", "also measure lossless text, with drafts by each rule")
-    option(parser, "--plain", "also measure full depth with padded rows, as public implementations run it")
+    option(parser, "--plain", "also measure full depth with padded rows, as in public implementations")
     option(parser, "--prompts N", "number of documents to continue", default=16)
     option(parser, "--prompt-tokens N", "number of tokens in each prompt", default=64)
     option(parser, "--new-tokens N", "number of tokens that continue each prompt", default=64)
-    option(parser, "--batch-size N", "number of documents that run together", default=8)
+    option(parser, "--batch-size N", "number of documents per batch", default=8)
     add_shared(parser, "--dtype NAME", "--compile", "--rounds N", *COMPUTE)
 
 
@@ -152,9 +153,9 @@ def _bench_generation(options: argparse.Namespace) -> None:
     loopscope bench generation runs/small-ouro --text validation.txt \\
         --readout top1 --threshold 0.8 --lossless --plain
 
-    LoopScope gives the model the beginnings of documents and then their real next tokens, so that every policy and
-    cache processes the same tokens. For lossless text, the model writes as many tokens itself, and LoopScope compares
-    them with the text of full depth.
+    LoopScope gives the model the beginning of each document and then the real next tokens. All policies and caches
+    therefore process the same tokens. With --lossless, the model writes the same number of tokens itself, and LoopScope
+    compares the written text with the text of full depth.
     """
     if len(options.readout) != len(options.threshold) or not options.policy + options.readout:
         raise UserError("Give a --policy, or every --readout with its --threshold.")

@@ -10,15 +10,16 @@ loopscope calibrate LIVE --loss disagreement --cache propagate
 loopscope check runs/mine --policy policy.json
 loopscope answer runs/mine examples.txt --policy policy.json
 
-For a run, LoopScope takes its validation recording. The guarantee says: with probability --confidence over the draw of
-the recording, exiting early loses at most --max-drop against full depth.
+If you give a run, LoopScope reads the validation recording of the run. The policy carries this guarantee: with
+probability --confidence over the draw of the recording, exiting early loses at most --max-drop against full depth.
 
-LoopScope uses a fifth of the recording (the selection split) to propose thresholds and choose the readout. It tests
-them on the rest. With --grid, another recording proposes the thresholds. If the guarantee cannot be proven, `calibrate`
-says how many examples a proof needs.
+LoopScope uses a fifth of the recording (the selection split) to propose thresholds and choose the readout. LoopScope
+tests the thresholds on the rest of the recording. With --grid, another recording proposes the thresholds. If the
+guarantee cannot be proven, `calibrate` reports how many examples a proof needs.
 
-A guarantee for text holds for one cache. If you give a recording, it holds for the cache `full`; for another cache,
-give a live run. docs/explanation/guarantees.md lists the assumptions.
+A guarantee for text holds for one KV cache. If you calibrate on a recording, the guarantee holds for the cache `full`.
+For the cache `propagate` or `latest`, give a live run. For the assumptions of a guarantee, see
+docs/explanation/guarantees.md.
 """
 
 import argparse
@@ -49,19 +50,14 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
-    option(sure, "--in-expectation", "guarantee the loss on average over calibration draws instead (conformal)")
-    losses = "which answers count as lost: those that are wrong while full depth is right (gap, the default), or all "
+    option(sure, "--in-expectation", "guarantee the average loss over calibration draws, without a --confidence")
+    losses = "answers that count as lost: wrong answers where full depth is right (gap, the default), or all answers "
     losses += "that differ from full depth (disagreement, which needs no labels)"
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
-    readouts = f"readout of the exit rule: auto (default: takes the one with the fewest loops), {inputs.READOUT_NAMES}"
+    readouts = f"readout of the exit rule: auto (default: the readout with the fewest loops), {inputs.READOUT_NAMES}"
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--fitted DIR")
-    option(
-        parser,
-        "--cache MODE",
-        "KV cache for which the guarantee must hold, if it is for text",
-        choices=get_args(CacheMode),
-    )
+    option(parser, "--cache MODE", "KV cache for which a guarantee for text must hold", choices=get_args(CacheMode))
     methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: the whole recording tests one "
     methods += "named readout, and an answer that one threshold loses counts as lost at all looser thresholds"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
@@ -70,13 +66,13 @@ def define(subparsers: Any) -> None:
     option(
         parser,
         "--grid RECORDING",
-        "recording that proposes the thresholds, instead of a fifth of this one",
+        "recording that proposes the thresholds, instead of a fifth of the calibration recording",
         type=inputs.recording_argument,
     )
     option(parser, "--per-difficulty", "make the guarantee hold at every difficulty")
     option(parser, "--unseen", "make the guarantee hold for inputs that are not in the training data")
     once = parser.add_mutually_exclusive_group()
-    option(once, "--distinct", "count every input once, because its copies were not drawn independently")
+    option(once, "--distinct", "count every input once, because copies of an input were not drawn independently")
     new = "make the guarantee hold for inputs that are not in the recording; count only inputs that occur once"
     option(once, "--new-inputs", new)
     add_shared(parser, "--seed N")

@@ -27,9 +27,9 @@ def define_monitor(subparsers: Any) -> None:
     """Add the arguments of `loopscope monitor` to the parser."""
     parser = add_verb(subparsers, "monitor", _monitor.__doc__, _monitor)
     _add_policy_and_recording(parser)
-    option(parser, "--stream", "read the examples in their recorded order, as they arrived")
-    option(parser, "--alpha X", "largest share of streams that may give a false alarm (default: 0.01)")
-    audits = "share of the examples to audit, chosen at random (default: all; 0: watch only exits)"
+    option(parser, "--stream", "read the examples in their recorded order, which is their order of arrival")
+    option(parser, "--alpha X", "largest share of streams that may raise a false alarm (default: 0.01)")
+    audits = "share of the examples to audit, chosen at random (default: all examples; 0: watch only exits)"
     option(parser, "--audit X", audits, type=share_or_zero)
 
 
@@ -49,8 +49,8 @@ def execute(options: argparse.Namespace) -> int:
     loopscope check runs/demo/fixed-geometric/recordings/test \\
         --policy policy.json --json
 
-    For a run, LoopScope takes its test recording. The exit code is 1 if the guarantee is broken. To check a guarantee
-    for text with the cache `propagate` or `latest`, give a live run (loopscope record live --policy).
+    If you give a run, LoopScope reads the test recording of the run. The exit code is 1 if the guarantee is broken. To
+    check a guarantee for text with the cache `propagate` or `latest`, give a live run (loopscope record live --policy).
     """
     policy, recording = _policy_and_recording(options)
     from loopscope.analysis.held_out import check_policy  # with scipy.stats, which takes a second
@@ -63,16 +63,17 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _monitor(options: argparse.Namespace) -> int:
-    """Check a recording for drift under a policy.
+    """Check a recording for drift from the data on which a policy was calibrated.
 
     loopscope monitor runs/demo/fixed-geometric --policy policy.json \\
         --audit 0.1
     loopscope monitor runs/demo/fixed-geometric --policy policy.json --stream
 
-    The monitor runs two tests. One checks whether the exits still look like those of calibration. The other checks
-    whether the losses of the audited examples stay within the guarantee. The monitor reads the examples in random
-    order. With --stream, it reads them in their recorded order, and an alarm names the example where the change began.
-    The exit code is 1 if there is an alarm. For a guarantee in expectation, the monitor watches only the exits.
+    The monitor runs two tests. The first test checks whether exits are still distributed as in the calibration data.
+    The second test checks whether the losses of the audited examples stay within the guarantee. The monitor reads the
+    examples in random order. With --stream, the monitor reads the examples in their recorded order, and an alarm names
+    the example where the change began. If the monitor raises an alarm, the exit code is 1. For a guarantee in
+    expectation, the monitor watches only the exits.
     """
     policy, recording = _policy_and_recording(options)
     result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit, stream=options.stream)

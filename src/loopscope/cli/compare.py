@@ -6,8 +6,8 @@ loopscope compare runs/demo/linear-gate gate margin \\
 # recorded with --hidden
 loopscope compare runs/mine gate:linear margin --fitted gates/linear
 
-LoopScope compares the two readouts at the thresholds chosen on validation data. It also compares the smallest depth at
-which each readout reaches the target accuracy (--at). With --with, the second readout runs on another model's
+LoopScope compares the two readouts at the thresholds chosen on validation data. LoopScope also compares the smallest
+depth at which each readout reaches the target accuracy (--at). With --with, the second readout runs on another model's
 recordings of the same examples.
 """
 
@@ -30,7 +30,7 @@ def define(subparsers: Any) -> None:
     names = f"the first readout: {inputs.READOUT_NAMES}"
     option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
     option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")
-    other = "run the second readout on this other run, by path or name (default: the same run)"
+    other = "run on which to replay the second readout, given by path or name (default: the first run)"
     option(parser, "--with RUN", other, dest="other")
     add_shared(parser, "--fitted DIR", "--at X", "--unseen", "--json")
     inputs.add_custom_readouts(parser)

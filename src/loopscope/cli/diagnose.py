@@ -5,9 +5,9 @@ loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
     --unseen
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
-Give a run whose validation and test splits are recorded, or a folder with two recordings of these names. example:demo
-comes with LoopScope. It compares the demo's model with a linear gate against the model with a fixed prior. To diagnose
-another of its models, give example:demo/mlp-gate, for instance.
+Give a run whose validation and test splits are recorded, or a folder with recordings named validation and test. The
+recordings example:demo come with LoopScope. For example:demo, `diagnose` compares the demo's model with a linear gate
+to the model with a fixed prior. To diagnose another model of the demo, add its name, as in example:demo/mlp-gate.
 """
 
 import argparse

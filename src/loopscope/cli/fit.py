@@ -30,13 +30,14 @@ def define(subparsers: Any) -> None:
     option(parser, "--out DIR", "folder of the gate or the stopper", type=new_path, required=True)
     option(parser, "--kind", "kind of gate or stopper to fit", choices=(*_GATES, *_STOPPERS), default="linear")
     option(parser, "--objective", "objective of a gate (default: ponder)", choices=("ponder", "utility"))
-    pairings = "step that utility judges; see docs/explanation/exits.md (default: next)"
+    pairings = "step that the objective utility judges; see docs/explanation/exits.md (default: next)"
     option(parser, "--pairing", pairings, choices=("next", "ouro"))
-    option(parser, "--prior", "prior over exits for ponder (default: the model's)", choices=("uniform", "geometric"))
+    priors = "prior over exits for the objective ponder (default: the model's)"
+    option(parser, "--prior", priors, choices=("uniform", "geometric"))
     option(parser, "--lambda X", "lambda of a geometric prior", dest="geometric_lambda")
     option(parser, "--beta X", "weight of the KL term in ponder (default: the model's, or 0.1)")
-    option(parser, "--steps N", "training steps of a gate (default: 2000)")
-    gains = "what a loop can gain: correct answers (default), or agreement with full depth, which needs no labels"
+    option(parser, "--steps N", "number of training steps of a gate (default: 2000)")
+    gains = "gain that a loop can bring: correct answers (default), or agreement with full depth, which needs no labels"
     option(parser, "--gain", gains, choices=("correct", "agreement"))
     add_shared(parser, "--seed N", "--json")
 
@@ -65,11 +66,11 @@ def execute(options: argparse.Namespace) -> None:
 
     With the objective `ponder`, LoopScope minimises the expected cross-entropy over exits plus beta times the KL to the
     prior, as in joint training. With `utility`, the gate predicts whether another loop lowers the cross-entropy by more
-    than 0.005. The prior and beta default to those of the model.
+    than 0.005 nats. By default, the prior and beta are those with which the model was trained.
 
     The gates `linear` and `mlp` read hidden states, so make the recording with --hidden. The stoppers `induction` and
-    `classifier` read all recorded signals of a loop and of the loop before. An `induction` stopper estimates the gain
-    of going on, by backward induction. A `classifier` predicts whether exiting loses.
+    `classifier` read all recorded signals of the current and the previous loop. An `induction` stopper estimates the
+    gain of further loops, by backward induction. A `classifier` stopper predicts whether an exit loses the answer.
     """
     is_stopper = options.kind in _STOPPERS
     theirs, others = (_OF_STOPPERS, _OF_GATES) if is_stopper else (_OF_GATES, _OF_STOPPERS)
@@ -102,8 +103,8 @@ def _insert(options: argparse.Namespace) -> None:
 
     loopscope insert gates/ouro runs/ouro --out runs/ouro-refitted
 
-    Give a gate that was fitted to a recording of this checkpoint. It must have the same form as the checkpoint's own
-    gate; Ouro's gate is linear.
+    Give a gate that was fitted to a recording of this checkpoint. The fitted gate must have the same form as the
+    checkpoint's own gate; Ouro's gate is linear.
     """
     find_model(options.checkpoint)
     gate = FittedGate.load(options.gate)

@@ -12,10 +12,10 @@ loopscope generate runs/small-ouro "Question: " --readout top1 \\
     --threshold 0.8 --lossless
 
 To make a policy, run `loopscope record text MODEL FILE` and then `loopscope calibrate RECORDING --loss disagreement`. A
-file of prompts has one prompt per line. In a .jsonl file, a line is {"prompt": ...} or {"messages": [...]}. The line
-may also set the exit rule of its prompt: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in
-the order of the prompts. With --out, LoopScope keeps finished texts in FILE.unfinished. After an interruption, the same
-command continues from there.
+file of prompts has one prompt per line. In a .jsonl file, a line is {"prompt": ...} or {"messages": [...]}. The line of
+a prompt may also set the exit rule of this prompt: "loops", "readout" and "threshold", or "policy". For a file of
+prompts, LoopScope writes the answers as JSON lines, in the order of the prompts. With --out, LoopScope keeps finished
+texts in FILE.unfinished. After an interruption, the same command continues from this file.
 """
 
 import argparse
@@ -108,11 +108,11 @@ def define(subparsers: Any) -> None:
     option(prompts, "prompt", "the text to continue", nargs="?")
     option(prompts, "--prompts FILE", "a file of prompts: one per line, or .jsonl")
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--policy FILE", "exit policy (default: the policy saved with the model, or else all loops)")
+    option(rule, "--policy FILE", "policy file with the exit rule (default: the model's own policy, or else all loops)")
     names = f"readout of the exit rule (needs --threshold): {inputs.READOUT_NAMES}"
     option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
-    option(parser, "--threshold X", "value of --readout at which a token exits")
+    option(parser, "--threshold X", "value of the readout at which a token exits")
     inputs.add_policy_options(parser)
     caches = "keys and values of a token that exited early: computed at every loop (full), copied from its exit loop "
     caches += "to deeper loops (propagate), or one set for all loops (latest; default: the policy's cache, else full)"
@@ -123,9 +123,9 @@ def define(subparsers: Any) -> None:
     option(parser, "--stop TEXT", "end the text before this string (repeatable)", action="append", type=_prompt_text)
     heat = "sampling temperature; 0 takes the likeliest token"
     option(parser, "--temperature X", heat, type=non_negative, default=0.0)
-    option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all", type=whole, default=0)
+    option(parser, "--top-k N", "draw among the N likeliest tokens; 0 draws among all tokens", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest tokens whose probabilities sum to X", type=share, default=1.0)
-    option(parser, "--batch-size N", "number of prompts that run together", default=8)
+    option(parser, "--batch-size N", "number of prompts per batch", default=8)
     option(parser, "--show-loops", "print the number of loops of each token")
     lines = "write JSON lines, one per prompt; after an interruption, the same command continues"
     option(parser, "--out FILE", lines, type=new_texts_file)

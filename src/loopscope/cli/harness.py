@@ -9,8 +9,8 @@ loopscope harness MODEL --tasks mmlu --policy policy.json \\
 loopscope harness MODEL --tasks my_task.yaml --json
 
 Give tasks by their names in lm_eval, or by the paths of their definitions. The results include the average loops per
-question, or per token of generated text. docs/how-to/lm-eval.md explains how a policy decides, and how to call lm_eval
-from Python.
+question, or per token of generated text. For exits by a policy, and for calls of lm_eval from Python, see
+docs/how-to/lm-eval.md.
 """
 
 import argparse
@@ -43,8 +43,8 @@ def define(subparsers: Any) -> None:
     option(parser, "--think-end TEXT", "text after which an answer begins, such as </think>", dest="think_end_token")
     caches = "KV cache for generated text: full, propagate or latest (default: the policy's cache, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    option(parser, "--batch-size N", "number of texts that are written together", default=8)
-    option(parser, "--batch-tokens N", "number of question tokens that run together")
+    option(parser, "--batch-size N", "number of texts that the model writes together", default=8)
+    option(parser, "--batch-tokens N", "number of question tokens per batch")
     add_shared(parser, "--shots N", "--chat", "--data DIR", "--dtype NAME", *COMPUTE)
 
 

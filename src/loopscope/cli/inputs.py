@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     import torch
 
 POLICIES = "policy file for one of the runs; a hash in the file identifies the run (repeatable)"
-GATES = "folder of a gate or stopper fitted to one of the runs; a hash in it identifies the run (repeatable)"
+GATES = "folder of a gate or stopper fitted to one of the runs; a hash in the folder identifies the run (repeatable)"
 READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
-RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
+RECORDED = "a run whose validation and test splits are recorded, or a folder with recordings named validation and test"
 
 
 def text_file(text: str, what: str = "text file") -> Path:
@@ -112,7 +112,7 @@ def add_policy_options(parser: Parser) -> None:
 
 def add_custom_model(parser: Parser) -> None:
     """Add the option that imports a custom model."""
-    text = "import a custom model class, so that its runs can be loaded (repeatable)"
+    text = "import a custom model class, so that LoopScope can load its runs (repeatable)"
     option(parser, "--with-model MODULE:CLASS", text, action="append", type=_model_class_name)
 
 

@@ -7,10 +7,10 @@ loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 \\
 loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
     --injection --out looped
 
-The model is a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3, in the layout of the Hub or as a GGUF file. The first layers
-(--prelude) run once, and the next layers (--core) run in every loop. The remaining layers and the head run at every
-exit. --drop counts layers from 0; --prelude and --core count only layers that are kept. If no layer is dropped and the
-damping is 1, loop 1 is the original model. LoopScope trains nothing here.
+The model must be a Llama, SmolLM, Mistral, Qwen 2 or Qwen 3, in the layout of the Hub or as a GGUF file. The first
+layers (--prelude) run once, and the next layers (--core) run in every loop. The remaining layers and the head run at
+every exit. --drop counts layers from 0; --prelude and --core count only layers that are kept. If no layer is dropped
+and the damping is 1, loop 1 is the original model. The command `loopscope loop` trains nothing.
 """
 
 import argparse
@@ -31,13 +31,14 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope loop` to the parser."""
     parser = add_verb(subparsers, "loop", __doc__, execute)
     option(parser, "checkpoint", "a folder, a name on the Hub, or a GGUF file")
-    option(parser, "--prelude A", "number of layers at the beginning, which run once", type=whole, required=True)
+    prelude = "number of layers at the beginning of the model, which run once"
+    option(parser, "--prelude A", prelude, type=whole, required=True)
     option(parser, "--core B", "number of layers after the prelude, which run in every loop", type=count, required=True)
     option(parser, "--loops T", "number of loops at full depth", type=count, required=True)
     option(parser, "--out DIR", "folder of the looped checkpoint", type=new_path, required=True)
-    dropped = "leave these layers out, such as 12 or 12-15 (repeatable)"
+    dropped = "leave out a layer or a range of layers, such as 12 or 12-15 (repeatable)"
     option(parser, "--drop N-M", dropped, type=number_range, action="append")
-    option(parser, "--damping X", "factor of a loop's update: h becomes h + X (core(h) - h)", default=1.0)
+    option(parser, "--damping X", "factor X of a loop's update: h becomes h + X (core(h) - h)", default=1.0)
     option(parser, "--injection", "add a linear map of the prelude's output to the state before every loop")
     option(parser, "--gate", "untrained gate to add", choices=("none", "linear"), default="none")
     add_shared(parser, "--json")

@@ -198,9 +198,9 @@ _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("the folder of a checkpoint, or its name on the Hub", {}),
     "run": ("the folder of a finished run", {"type": Path}),
-    "--any-model": ("use the policy on any model, without its guarantee", {}),
+    "--any-model": ("use the policy on any model, without the policy's guarantee", {}),
     "--at X": (
-        "target accuracy, such as 0.95 (default: 1 point below full-depth accuracy on validation data)",
+        "target accuracy, such as 0.95 (default: 1 percentage point below full-depth accuracy on validation data)",
         {"type": share},
     ),
     "--chat": ("put each prompt into the model's chat template", {}),
@@ -208,10 +208,13 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         "probability with which the guarantee must hold (default: 0.95)",
         {"type": _between_0_and_1(0.95)},
     ),
-    "--compile": ("compile the loop first; worthwhile in long runs (compiling takes a minute or more)", {}),
+    "--compile": ("compile the loop first; useful for long runs, because compiling takes a minute or more", {}),
     "--data DIR": ("folder with the benchmarks' files (default: download them from the Hub)", {}),
     "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
-    "--dtype NAME": ("precision: float32, bfloat16, float16 or int8 (default: as stored)", {"choices": PRECISIONS}),
+    "--dtype NAME": (
+        "precision: float32, bfloat16, float16 or int8 (default: as in the checkpoint)",
+        {"choices": PRECISIONS},
+    ),
     "--force": ("start even if the run is far too big for this machine", {}),
     "--fitted DIR": ("folder of a fitted gate or stopper to add as a readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),
@@ -223,7 +226,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
         {"choices": ("page", "paper"), "default": "page"},
     ),
     "--product NAME": (
-        "make only this table or figure, or a group of them: overview, ouro, paper (repeatable)",
+        "make only this table or figure, or this group of tables and figures: overview, ouro, paper (repeatable)",
         {"action": "append"},
     ),
     "--reference RUN": ("run or folder of recordings to compare with, given by path or name", {}),

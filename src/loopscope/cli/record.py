@@ -1,4 +1,4 @@
-"""Record every loop of a model on a task, a text or a benchmark; or run a text live with early exits.
+"""Record every loop of a model on a task, a text or a benchmark, or run a text live with early exits.
 
 loopscope record task runs/mine --split validation
 loopscope record text runs/ouro mine.txt --out recordings/mine
@@ -43,9 +43,9 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "run")
     option(parser, "--split NAME", f"split to record: {', '.join(SPLITS)}", choices=SPLITS, required=True)
     option(parser, "--examples N", "number of examples to record (default: the whole split)")
-    levels = "range of difficulties, such as 11-14 (default: those of the task)"
+    levels = "range of difficulties, such as 11-14 (default: the difficulties of the task)"
     option(parser, "--levels A-B", levels, type=number_range)
-    option(parser, "--loops N", "number of loops to run (default: as in training)", type=loops)
+    option(parser, "--loops N", "number of loops to run (default: the number of loops in training)", type=loops)
     option(parser, "--no-logits", "store signals and predictions instead of the logits")
     where = "folder of the recording (default: RUN/recordings/SPLIT; with --loops RUN/recordings/N-loops/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
@@ -57,7 +57,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "model")
     option(parser, "files", "text files to record", **files)
     option(parser, "--split NAME", role, **roles)
-    option(parser, "--context N", "tokens per window (default: 512, or the model's maximum if it is smaller)")
+    option(parser, "--context N", "number of tokens per window (default: 512, or the model's maximum if below 512)")
     option(parser, "--limit N", "maximum number of tokens to record")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", "--compile", *COMPUTE)
@@ -65,19 +65,19 @@ def define(subparsers: Any) -> None:
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
     add_shared(parser, "model")
     option(parser, "files", "the text files of the recording", **files)
-    option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
+    option(parser, "--recording DIR", "recording of the text files, made by `record text`", required=True)
     caches = "KV cache of the live run: full, propagate (default) or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="propagate")
-    option(parser, "--policy FILE", "run only this policy, on all documents, to check it")
+    option(parser, "--policy FILE", "policy file to check: LoopScope runs only this policy, on all documents")
     add_shared(parser, "--max-drop X", "--confidence X")
-    losses = "which answers count as lost, as in `calibrate` (default: disagreement)"
+    losses = "answers that count as lost, as in `calibrate` (default: disagreement)"
     option(parser, "--loss", losses, choices=get_args(Loss))
     replayed = "readout of the candidates (default: auto, the readout with the fewest loops in a replay)"
     option(parser, "--readout NAME", replayed, type=inputs.readout_name)
-    option(parser, "--candidates N", "maximum number of candidates to run (default: 12)")
+    option(parser, "--candidates N", "maximum number of candidate thresholds to run (default: 12)")
     inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
-    option(parser, "--batch-size N", "number of windows that run together", default=32)
+    option(parser, "--batch-size N", "number of windows per batch", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, "--fitted DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
@@ -86,7 +86,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--split NAME", role, **roles)
     option(parser, "--limit N", "maximum number of questions to record")
     option(parser, "--mean-state", "average the gate and the state over the tokens of the choices")
-    option(parser, "--batch-tokens N", "number of tokens that run together (default: 8192)")
+    option(parser, "--batch-tokens N", "number of tokens per batch (default: 8192)")
     where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
     option(parser, "--out DIR", where, type=out_folder)
     add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
@@ -170,10 +170,11 @@ def _record_live(options: argparse.Namespace) -> None:
         --cache propagate --policy text.json --out rec/check
     loopscope check rec/check --policy text.json
 
-    With the caches `propagate` and `latest`, an early exit changes the keys that later tokens attend to. So a
-    recording, which is made at full depth, cannot show the answers at these tokens. LoopScope uses a fifth of the
-    documents in --recording to select candidates, from cautious to bold. It runs the other documents token by token
-    with each candidate. It stops at the first candidate that is not proven to lose at most --max-drop.
+    With the caches `propagate` and `latest`, an early exit changes the keys that later tokens attend to. A recording is
+    made at full depth, so it cannot show the answers at these later tokens. LoopScope uses a fifth of the documents in
+    --recording to select candidate thresholds, and orders the candidates from cautious to bold. LoopScope runs the
+    remaining documents token by token with each candidate. The run stops at the first candidate that is not proven to
+    lose at most --max-drop.
     """
     risk_options = given(options, "max_drop", "confidence", "loss", "readout")
     inputs.check_readouts(*filter(None, [options.readout]), auto=True)

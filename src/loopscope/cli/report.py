@@ -40,7 +40,7 @@ _MAX_NAMES = 200
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
-    several = f"{inputs.RECORDED}; you may give several"
+    several = f"{inputs.RECORDED} (several runs are allowed)"
     option(parser, "runs", several, type=inputs.run_or_example, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")

@@ -5,9 +5,9 @@ loopscope selfcheck ByteDance/Ouro-1.4B --device cuda --dtype bfloat16
 loopscope selfcheck MODEL --text my.txt --json
 loopscope selfcheck MODEL --only cache --only replay
 
-LoopScope checks the contract of the model. It compares low precision with float32, a batch with single rows, cached
-with uncached runs, and replays with live runs. Then it measures the speed-up of fewer loops. The exit code is 1 if a
-check fails. Among low precisions, only that of --dtype can fail.
+LoopScope checks the contract of the model. LoopScope also compares low precision with float32, batches with single
+rows, cached with uncached runs, and replays with live runs. The last check measures the speed-up of running fewer
+loops. If any check fails, the exit code is 1. A check of a low precision can fail only for the precision of --dtype.
 """
 
 import argparse

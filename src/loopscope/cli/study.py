@@ -1,4 +1,4 @@
-"""Run a study: one file describes many runs, one report compares them.
+"""Run a study: one file describes many runs, and one report compares the runs.
 
 loopscope study plan mano
 loopscope study run mano
@@ -58,7 +58,7 @@ def define(subparsers: Any) -> None:
         group = parser.add_argument_group("settings that replace those of the study's checkpoints")
         models = "folder of a checkpoint, or its name on the Hub (repeatable)"
         option(group, "--model DIR|ID", models, action="append", dest="models", default=None)
-        benchmarks = "name of a benchmark (repeatable)"
+        benchmarks = "name of a benchmark on which to run the checkpoints (repeatable)"
         option(group, "--benchmark NAME", benchmarks, action="append", dest="benchmarks", default=None)
         option(group, "--data DIR", "folder with the benchmarks' files (default: download them from the Hub)", type=str)
         option(group, "--limit N", "maximum number of questions per split")
@@ -89,7 +89,9 @@ def define_demo(subparsers: Any) -> None:
 
 def _add_compute_options(parser: Parser) -> None:
     """Add the options of a study's devices and threads."""
-    option(parser, "--store DIR", "folder for all artifacts (default: `store` beside --out)", type=out_folder)
+    option(
+        parser, "--store DIR", "folder for all artifacts (default: the folder `store` beside --out)", type=out_folder
+    )
     changed = "change a setting in all runs, such as training.steps=300 (repeatable)"
     option(parser, "--set A.B=C", changed, action="append")
     add_shared(parser, "--json")
@@ -102,12 +104,16 @@ def _add_worker_options(parser: Parser) -> None:
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
     option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the cluster of this machine)")
     parser.needs(address="engine")
-    option(parser, "--workers N", "number of tasks that run together on local CPU cores (default: as many as fit)")
+    option(
+        parser,
+        "--workers N",
+        "number of tasks that run together on local CPU cores (default: cores divided by --threads)",
+    )
     add_shared(parser, "--force", "--open")
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Make all missing artifacts, then write the report.
+    """Make all missing artifacts of a study, then write its report.
 
     loopscope study run mano
     loopscope study run mano --workers 4 --threads 2
@@ -119,8 +125,8 @@ def _run(options: argparse.Namespace) -> None:
     loopscope study run ouro --model runs/small-ouro --data data/benchmarks \\
         --limit 100 --dtype float32
 
-    If a study is interrupted, the same command continues it. LoopScope reuses the artifacts of other studies in the
-    store.
+    If a study is interrupted, the same command continues the study. LoopScope reuses the artifacts of other studies in
+    the store.
     """
     expanded = _expanded_study(options)
     from loopscope.studies.executors import run_study, training_left, training_time
@@ -164,7 +170,8 @@ def _run_demo(options: argparse.Namespace) -> None:
     loopscope demo --out runs/demo
     loopscope demo --out runs/quick --set training.steps=300
 
-    This command is the same as `loopscope study run demo`. If the demo is interrupted, the same command continues it.
+    The command `loopscope demo` runs the same study as `loopscope study run demo`. If the demo is interrupted, the same
+    command continues the demo.
     """
     _run(options)
 
@@ -228,7 +235,7 @@ def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    """List the artifacts of a study, and show which of them exist.
+    """List the artifacts of a study, and show which artifacts exist.
 
     loopscope study plan mano
     loopscope study plan paper --tflops 40  # the GPU hours at this rate

@@ -5,8 +5,8 @@ loopscope sweep runs/demo/fixed-geometric
 loopscope sweep VALIDATION TEST --readout margin --readout entropy \\
     --at 0.95 --json
 
-For a run, LoopScope takes its validation and test recordings. It chooses thresholds on validation data and evaluates
-them on test data.
+If you give a run, LoopScope reads the validation and test recordings of the run. LoopScope chooses thresholds on
+validation data and evaluates these thresholds on test data.
 """
 
 import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope sweep` to the parser."""
     parser = add_verb(subparsers, "sweep", __doc__, execute)
-    two = "a run or a folder of recordings; or two recordings: one to choose thresholds, one to evaluate them"
+    two = "a run or a folder of recordings; or two recordings: one to choose thresholds, one to evaluate these"
     option(parser, "recordings", two, type=inputs.recording_argument, nargs="+", metavar="RUN|RECORDING")
     swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")

@@ -38,7 +38,7 @@ def define_pretrain(subparsers: Any) -> None:
     texts = {"type": text_file, "nargs": "+", "required": True}
     option(parser, "settings", "a TOML file with the settings", type=partial(text_file, what="TOML file"))
     option(parser, "--text FILE", "text files to train on", **texts)
-    option(parser, "--validation FILE", "text files with other documents, for validation", **texts)
+    option(parser, "--validation FILE", "text files for validation, with documents that are not in --text", **texts)
     option(parser, "--out DIR", "folder of the run, which becomes a checkpoint", type=out_folder, required=True)
     option(parser, "--start CHECKPOINT", "train this checkpoint further, instead of a new model", type=Path)
     followed = "checkpoint whose logits are the targets, with targets = 'teacher'"
@@ -61,8 +61,8 @@ def _train_task(options: argparse.Namespace) -> None:
     torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
         --device cuda
 
-    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
-    without interruption.
+    If a run is killed or interrupted, the same command continues the run. The result of a continued run is
+    bit-identical to the result of an uninterrupted run.
     """
     check_run_place(options.out, read_settings(options.settings, options.set))
     _train_with_workers(options, _task_run)
@@ -84,11 +84,11 @@ def _pretrain(options: argparse.Namespace) -> None:
     LoopScope first trains a byte-level BPE tokenizer on the text. The folder of the run becomes a checkpoint in Ouro's
     layout.
 
-    With --start, the folder of the run becomes a checkpoint of the same kind, with the same tokenizer.
-    docs/how-to/training.md describes the TOML file for this case.
+    With --start, LoopScope trains an existing checkpoint further. The folder of the run becomes a checkpoint of the
+    same kind, with the same tokenizer. For the TOML file of --start, see docs/how-to/training.md.
 
-    If a run is killed or interrupted, the same command continues it. The result is bit-identical to that of a run
-    without interruption.
+    If a run is killed or interrupted, the same command continues the run. The result of a continued run is
+    bit-identical to the result of an uninterrupted run.
     """
     for checkpoint in filter(None, (options.start, options.teacher)):
         find_model(checkpoint)

@@ -119,7 +119,7 @@ def generate(
     model
         A model with a KV cache, in evaluation mode.
     prompts
-        The prompts.
+        The prompts to continue.
     policy
         The rule by which a token exits (default: every token runs all loops).
     **options
@@ -181,23 +181,24 @@ def stream(
     prompts
         The prompts; when a text is finished, the next prompt takes its place.
     policy
-        The rule by which a token exits (default: every token runs all loops). A prompt's own policy replaces it.
+        The rule by which a token exits (default: every token runs all loops). The policy of a prompt replaces this
+        rule.
     max_new_tokens
         The maximum length of a continuation, in tokens (default: 128).
     stop
         Tokens that end a text.
     stopping_criterion
-        A function of key and token that returns whether the text ends.
+        A function that takes a prompt's key and a token, and returns whether the text ends.
     cache
         Keys and values of a token that exited early: "full", "propagate" or "latest" (default: the cache that `policy`
         was calibrated for, or "full").
     sampling
-        The sampling of tokens (default: always the likeliest token).
+        The settings of random sampling (default: always take the likeliest token).
     lossless
         Write the text of full depth, up to rounding: early exits only draft tokens, which full depth confirms or
         replaces.
     batch_size
-        The number of prompts that run together (default: 8).
+        The number of prompts per batch (default: 8).
     with_logits
         Return the logits with every token.
     stats

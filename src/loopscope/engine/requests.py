@@ -59,14 +59,14 @@ class Request:
     shared
         The number of tokens at the beginning that other requests share; these tokens run only once.
     whole
-        Whether to run the last token of every choice too; only a mean over the states needs it.
+        Whether to run the last token of every choice too; only a mean over the states needs this last token.
     score
         The kind of score that the norms give: "sum" (no norms), "per_character" or "per_byte".
 
     Raises
     ------
     UserError
-        If the rows do not fit together.
+        If `rows`, `scored`, `norms` and `shared` contradict each other.
 
     Examples
     --------
@@ -125,12 +125,12 @@ class Request:
 
     @cached_property
     def ran(self) -> list[int]:
-        """Return the number of tokens of every row that run, including the shared tokens."""
+        """Return how many tokens of each row run, including the shared tokens."""
         return [len(row) - (len(self.scored) > 0 and not self.whole) for row in self.rows]
 
     @cached_property
     def branches(self) -> list[int]:
-        """Return the number of tokens of every choice that run after the trunk."""
+        """Return how many tokens of each choice run after the trunk."""
         return [end - self.trunk for end in self.ran] if self.scored else []
 
     @cached_property
@@ -168,7 +168,7 @@ def choices(
     whole: bool = False,
     score: Score | None = None,
 ) -> Request:
-    """Ask a question: which of these continues the context?
+    """Ask a question: which choice continues the context?
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def choices(
     continuations
         The tokens of every choice.
     norms, shared, whole, score
-        As in `Request`.
+        The parameters of `Request` with the same names.
 
     Returns
     -------

@@ -95,27 +95,27 @@ def run(
     policy
         The rule by which a row exits. `ExitPolicy("fixed", T)` runs all T loops.
     batch_size
-        The maximum number of rows that run together (default: 64).
+        The maximum number of rows per batch (default: 64).
     num_loops
         The number of loops at full depth (default: as in the model).
     batch_tokens
-        The maximum number of tokens that run together (default: no limit); a longer row runs alone.
+        The maximum number of tokens per batch (default: no limit); a longer row runs alone.
     mean
         Average the gate and the state of a question over the tokens of its choices (default: as in the calibration of
         the policy).
     greedy
-        Report for every choice whether greedy decoding would write it (default: no).
+        Report for every choice whether greedy decoding would write this choice (default: no).
 
     Returns
     -------
     Iterator[Answer]
-        The answers, in the order in which the rows exit. The key of a plain row is its place in the input.
+        The answers, in the order in which the rows exit. The key of a plain row is the place of the row in the input.
 
     Raises
     ------
     UserError
-        If the policy does not fit the model, or if the model cannot take a row. LoopScope first answers the rows before
-        it.
+        If the policy does not fit the model, or if the model cannot take a row. LoopScope first answers all rows before
+        that row.
 
     Examples
     --------

@@ -38,8 +38,9 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     Parameters
     ----------
     name
-        The name of the example (default: "demo"). "demo" has five models like those of `loopscope demo`, trained for
-        2,400 steps: two with a fixed prior, two with a jointly trained gate, and one with a decoupled gate.
+        The name of the example (default: "demo"). The example "demo" has five models like those of `loopscope demo`,
+        trained for 2,400 steps. Two models have a fixed prior, two have a jointly trained gate, and one has a decoupled
+        gate.
 
     Returns
     -------
@@ -50,7 +51,7 @@ def load_example(name: str = "demo") -> dict[str, tuple[Trajectory, Trajectory]]
     Raises
     ------
     UserError
-        If there is no such example.
+        If no example has this name.
 
     Examples
     --------

@@ -27,7 +27,7 @@ def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
     trajectory
         A recording of the model to which the gates and stoppers were fitted.
     gates
-        Fitted gates and stoppers, by name.
+        The fitted gates and stoppers, by name.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
     Raises
     ------
     UserError
-        If a gate or stopper was fitted to another model, or if the recording lacks the arrays that it reads.
+        If a gate or stopper was fitted to a different model, or if the recording lacks the arrays that it reads.
 
     Examples
     --------

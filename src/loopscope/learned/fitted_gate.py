@@ -105,7 +105,7 @@ class FittedGate:
         return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
 
     def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
-        """Compute halt logits.
+        """Compute halt logits from pooled states.
 
         Parameters
         ----------
@@ -120,7 +120,7 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the states have another width.
+            If the states and the gate differ in width.
         """
         if pooled.shape[-1] != self.width:
             raise UserError(f"The gate reads states of width {self.width}, and these have {pooled.shape[-1]}.")
@@ -158,7 +158,7 @@ class FittedGate:
         return exit_cdf(logits)
 
     def check(self, weights: str | None) -> None:
-        """Reject a model other than the one to which the gate was fitted.
+        """Reject any model except the model to which the gate was fitted.
 
         Parameters
         ----------
@@ -168,22 +168,22 @@ class FittedGate:
         Raises
         ------
         UserError
-            If the gate was fitted to another model.
+            If the gate was fitted to a different model.
         """
         check_host(self.provenance, weights, "gate")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which the gate was fitted; such data must neither choose its threshold nor measure it.
+        """Reject data to which the gate was fitted; such data must neither choose nor test a threshold.
 
         Parameters
         ----------
         recording
-            A recording or a live run.
+            The recording or live run to check.
 
         Raises
         ------
         UserError
-            If the gate was fitted to this data.
+            If the gate was fitted to the given data.
         """
         check_other_data(self.provenance, recording, "gate")
 
@@ -215,7 +215,7 @@ class FittedGate:
         Returns
         -------
         FittedGate
-            The gate.
+            The fitted gate.
 
         Raises
         ------
@@ -232,19 +232,19 @@ class FittedGate:
         Parameters
         ----------
         tensors
-            The arrays by name.
+            The arrays of the gate, by name.
         provenance
             The settings of the fit, and the hash of the model's weights.
 
         Returns
         -------
         FittedGate
-            The gate.
+            The fitted gate.
 
         Raises
         ------
         UserError
-            If these are not the arrays of a gate.
+            If the arrays do not form a gate.
         """
         if set(tensors) != set(_LAYERS.get(len(tensors), ())):
             raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")

@@ -49,11 +49,11 @@ class StopperContents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stopper:
-    """Decide on exits with a forest that reads all recorded signals of a loop and of the loop before.
+    """Decide on exits with a forest that reads all recorded signals of the current and the previous loop.
 
-    `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of going on
-    by backward induction; its threshold is the price of a loop. A `classifier` gives the probability that exiting
-    loses.
+    `fit_stopper` makes a stopper. Its readout is `stopper:NAME`. An `induction` stopper estimates the gain of further
+    loops by backward induction; its threshold is the price of a loop. A `classifier` stopper estimates the probability
+    that an exit loses the answer.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Stopper:
     Raises
     ------
     UserError
-        If the trees do not fit together.
+        If the arrays of the trees do not fit together.
 
     Examples
     --------
@@ -154,11 +154,11 @@ class Stopper:
 
     @property
     def contents(self) -> StopperContents:
-        """Return the kind and the signals, in the form in which a file stores them."""
+        """Return the kind and the signals, in the form of a stopper file."""
         return StopperContents(kind=self.kind, signals=list(self.signals))
 
     def check(self, weights: str | None) -> None:
-        """Reject a model other than the one to which the stopper was fitted.
+        """Reject any model except the model to which the stopper was fitted.
 
         Parameters
         ----------
@@ -168,37 +168,37 @@ class Stopper:
         Raises
         ------
         UserError
-            If the stopper was fitted to another model.
+            If the stopper was fitted to a different model.
         """
         check_host(self.provenance, weights, "stopper")
 
     def check_calibration(self, recording: OfSplit) -> None:
-        """Reject data to which the stopper was fitted; such data must neither choose its threshold nor measure it.
+        """Reject data to which the stopper was fitted; such data must neither choose nor test a threshold.
 
         Parameters
         ----------
         recording
-            A recording or a live run.
+            The recording or live run to check.
 
         Raises
         ------
         UserError
-            If the stopper was fitted to this data.
+            If the stopper was fitted to the given data.
         """
         check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
-        """Reject a full depth other than the one to which the stopper was fitted.
+        """Reject any full depth except the full depth to which the stopper was fitted.
 
         Parameters
         ----------
         num_loops
-            Full depth.
+            The number of loops at full depth.
 
         Raises
         ------
         UserError
-            If the full depth differs.
+            If the stopper was fitted to a different full depth.
         """
         if num_loops != self.num_loops:
             raise UserError(
@@ -222,7 +222,7 @@ class Stopper:
         Raises
         ------
         UserError
-            If the recording has another depth, or lacks a signal.
+            If the recording lacks a signal, or if the recording and the stopper differ in full depth.
         """
         self.check_depth(trajectory.num_loops)
         result, before = np.zeros((trajectory.num_examples, self.num_loops)), None
@@ -237,7 +237,7 @@ class Stopper:
         Parameters
         ----------
         now
-            [N, F] the signals at this loop.
+            [N, F] the signals at the current loop.
         state
             The state after the previous loop; None at loop 1.
 
@@ -320,7 +320,7 @@ class Stopper:
         Returns
         -------
         Stopper
-            The stopper.
+            The fitted stopper.
 
         Raises
         ------
@@ -339,19 +339,19 @@ class Stopper:
         contents
             The kind and the signals of the stopper.
         tensors
-            The arrays by name.
+            The arrays of the stopper, by name.
         provenance
             The settings of the fit, and the hash of the model's weights.
 
         Returns
         -------
         Stopper
-            The stopper.
+            The fitted stopper.
 
         Raises
         ------
         UserError
-            If these are not the arrays of a stopper.
+            If the arrays do not form a stopper.
         """
         if set(tensors) != set(_TENSORS):
             raise UserError(f"These are not the tensors of a stopper: {', '.join(sorted(tensors))}.")

@@ -44,9 +44,10 @@ class StopperSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     kind
-        The kind: "induction" estimates the gain of going on, "classifier" the probability that exiting loses.
+        The kind of stopper: "induction" estimates the gain of further loops, "classifier" the probability that an exit
+        loses the answer.
     gain
-        What a loop can gain: "correct" answers, or "agreement" with full depth, which needs no labels.
+        The gain that a loop can bring: "correct" answers, or "agreement" with full depth, which needs no labels.
     trees
         The number of trees per loop.
     leaf
@@ -91,7 +92,7 @@ def fit_stopper(
     Returns
     -------
     Stopper
-        The stopper. `attach` makes it a readout `stopper:NAME`.
+        The fitted stopper. `attach` adds the stopper to a recording as the readout `stopper:NAME`.
 
     Raises
     ------

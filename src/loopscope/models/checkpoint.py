@@ -76,8 +76,8 @@ def load_model(
     device
         The device on which the model runs (default: "cpu").
     dtype
-        "float32", "bfloat16", "float16" or, on a CPU, "int8" (default: as stored). With int8, linear layers compute in
-        int8 and all other layers in float32; such a model cannot be trained.
+        "float32", "bfloat16", "float16" or, on a CPU, "int8" (default: as in the checkpoint). With int8, linear layers
+        compute in int8 and all other layers in float32; such a model cannot be trained.
     revision
         The revision on the Hub (default: the newest).
     pack
@@ -92,7 +92,7 @@ def load_model(
     Raises
     ------
     UserError
-        If there is no such checkpoint, if its files were altered, or if it needs a class that is not registered.
+        If the checkpoint does not exist, if its files were altered, or if it needs a class that is not registered.
 
     Examples
     --------

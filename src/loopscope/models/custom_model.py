@@ -21,7 +21,7 @@ _SIZES = {"num_loops": "loops", "block_size": "block_size", "vocab_size": "vocab
 
 
 def register_model(model: str | type[LoopedModel]) -> str:
-    """Register a custom class, so that its runs can be trained, loaded, recorded and run.
+    """Register a custom class of models, so that LoopScope can train, load, record and run such models.
 
     Parameters
     ----------

@@ -106,9 +106,10 @@ class Loops:
 class LoopedModel(nn.Module):
     """Serve as the base of every looped model: embed tokens, apply the shared block, read the state.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`. With a gate,
-    it also defines `halt`. It declares its other capabilities (`kv_cache`, `branches`, `causal`), and `check_model`
-    tests them against a plain pass. `SimpleLoopedModel` needs less code.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed`, `step` and `predict`. A subclass
+    with a gate also defines `halt`. A subclass also declares its capabilities (`kv_cache`, `branches`, `causal`), and
+    `check_model` tests these capabilities against a plain pass. For a network that takes padded batches,
+    `SimpleLoopedModel` needs less code.
 
     Shapes: B rows, M tokens of the longest row, S states of all tokens, T loops, D width, V vocabulary.
 
@@ -152,7 +153,7 @@ class LoopedModel(nn.Module):
     def weights_sha256(self) -> str:
         """Return the hash that identifies this model: the hash of its file, or of its parameters.
 
-        A model with changed parameters or another precision has another hash.
+        A model with changed parameters or a different precision has a different hash.
         """
         if not self.is_identified:
             self.identify_by(lambda: tensors_sha256(self._stored_tensors()))
@@ -169,7 +170,7 @@ class LoopedModel(nn.Module):
 
     @property
     def precision(self) -> str:
-        """Return the precision of the weights: "int8" after loading with int8; for torchao, also the kind of weight."""
+        """Return the precision of the weights, such as "int8"; with torchao, also the class of the weights."""
         if any(isinstance(layer, Int8Linear) for layer in self.modules()):
             return "int8"
         kinds = {type(weight.data).__name__ for weight in self.parameters() if is_traceable_wrapper_subclass(weight)}
@@ -182,12 +183,12 @@ class LoopedModel(nn.Module):
         return self._identity is not None and self._identity[0] == self._fingerprint()
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
-        """Set the function that hashes the current weights; LoopScope calls it when it needs the hash.
+        """Set the function that hashes the current weights; LoopScope calls this function when the hash is needed.
 
         Parameters
         ----------
         hashed
-            A function that returns the hash.
+            A function that returns the hash of the current weights.
         """
         self._identity = (self._fingerprint(), hashed)
 
@@ -214,7 +215,7 @@ class LoopedModel(nn.Module):
     def compile(self, **options: Any) -> None:
         """Compile `step` with torch.compile, as one graph; attention stays uncompiled.
 
-        The first loops take long, because PyTorch compiles during them.
+        PyTorch compiles during the first loops, which therefore take long.
 
         Parameters
         ----------
@@ -272,7 +273,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state of rows, each at its own loop.
+            The state of the selected rows, each at its own loop.
 
         Returns
         -------
@@ -281,19 +282,19 @@ class LoopedModel(nn.Module):
         """
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Read the state in the form in which the head and the gate read it.
+        """Return the state in the form that the head and the gate read.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
         Returns
         -------
         Tensor
-            [B, D] states at these positions, or [S, D] states of all tokens.
+            [B, D] states at the given positions, or [S, D] states of all tokens.
         """
         return state.at(positions)
 
@@ -303,7 +304,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
@@ -316,7 +317,7 @@ class LoopedModel(nn.Module):
 
     @abstractmethod
     def predict(self, head_input: Tensor) -> Tensor:
-        """Compute logits.
+        """Compute logits from the input of the head.
 
         Parameters
         ----------
@@ -330,7 +331,7 @@ class LoopedModel(nn.Module):
         """
 
     def halt(self, pooled: Tensor) -> Tensor | None:
-        """Compute halt logits; a model without a gate returns None.
+        """Compute halt logits from pooled states; a model without a gate returns None.
 
         Parameters
         ----------
@@ -345,29 +346,29 @@ class LoopedModel(nn.Module):
         return None
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor | None:
-        """Compute `pooled` after one more loop, without computing values that nothing reads afterwards.
+        """Compute `pooled` after one more loop, and skip values that no later step reads.
 
         Parameters
         ----------
         state
-            The state of rows before their last loop.
+            The state of the selected rows before their last loop.
         positions
             [B] the position in each row to read.
 
         Returns
         -------
         Tensor or None
-            [B, D] states at these positions; None if the model cannot omit anything.
+            [B, D] states at the given positions; None if the model cannot omit any computation.
         """
         return None
 
     def early_pooled(self, state: LoopState, positions: Tensor) -> tuple[Tensor, LoopState] | None:
-        """Compute `pooled` of the next loop before the loop is complete, so that rows that exit skip the rest of it.
+        """Compute `pooled` of the next loop before the loop is complete; rows that exit skip the rest of the loop.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read.
 
@@ -385,7 +386,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         begun
-            The state in the middle of the loop, for all rows or for some of them.
+            The state in the middle of the loop, for all rows or for some rows.
 
         Returns
         -------
@@ -470,7 +471,7 @@ class LoopedModel(nn.Module):
         capability
             "kv_cache", "branches" or "causal".
         what
-            The use, in words.
+            A description of the use, for the error message.
 
         Raises
         ------
@@ -494,7 +495,7 @@ class LoopedModel(nn.Module):
         Raises
         ------
         UserError
-            If the model cannot run this many loops, for instance because it has weights for each loop.
+            If the model cannot run this many loops, for instance because the model has separate weights for each loop.
         """
         trained, beyond = self.num_loops, f"The model was trained with {self.num_loops} loops and cannot run {loops}"
         if loops == trained:
@@ -515,7 +516,7 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         loops
-            The average loops of a token.
+            The average number of loops per token.
 
         Returns
         -------
@@ -547,16 +548,16 @@ class LoopedModel(nn.Module):
     def unroll(
         self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
-        """Run loops one after the other.
+        """Run loops one after another, and yield the state after each loop.
 
         Parameters
         ----------
         state
-            The state before these loops.
+            The state from which the loops continue.
         num_loops
             The number of loops (default: all).
         cache
-            A function from a loop to the cached tokens that precede the rows (default: none).
+            A function that takes a loop and returns the cached tokens that precede the rows (default: none).
 
         Returns
         -------
@@ -577,12 +578,12 @@ class LoopedModel(nn.Module):
         return checkpoint(step, state.hidden, use_reentrant=False)  # draws the same random numbers again, if any
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute `pooled` and `head_input`, which are the same tensor unless the head attends.
+        """Compute `pooled` and `head_input`, which are the same tensor unless the head has attention layers.
 
         Parameters
         ----------
         state
-            The state of rows.
+            The state of the selected rows.
         positions
             [B] the position in each row to read (default: every token).
 
@@ -602,9 +603,9 @@ class LoopedModel(nn.Module):
         Parameters
         ----------
         state
-            The state before these loops.
+            The state from which the loops continue.
         num_loops
-            The number of loops.
+            The number of loops to run.
         positions
             [B] the position in each row to read (default: every token).
         truncated
@@ -645,8 +646,8 @@ class LoopedModel(nn.Module):
         Returns
         -------
         Loops
-            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; with `positions`, without M.
-            Pooled states after the end of a row are zero.
+            Logits [T, B, M, V], pooled states [T, B, M, D] and halt logits [T, B, M]; with `positions`, all shapes are
+            without M. Pooled states after the end of a row are zero.
         """
         depth = self.num_loops if num_loops is None else num_loops
         assert depth >= 1
@@ -701,11 +702,11 @@ def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
 class SimpleLoopedModel(LoopedModel):
     """Adapt a network that takes padded batches: embed the tokens, apply the block, predict, and halt with a gate.
 
-    LoopScope can record, diagnose and calibrate such a model, and run it row by row. Text and questions with choices
-    need a KV cache and branches; for these, derive from `LoopedModel`.
+    LoopScope can record, diagnose and calibrate such a model, and run the model row by row. Text and questions with
+    choices need a KV cache and branches; for such tasks, derive the class from `LoopedModel`.
 
-    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. With a
-    gate, it also defines `halt`.
+    A subclass sets `num_loops`, `block_size` and `vocab_size`, and defines `embed_rows`, `block` and `predict`. A
+    subclass with a gate also defines `halt`.
 
     Examples
     --------
@@ -735,7 +736,7 @@ class SimpleLoopedModel(LoopedModel):
         tokens
             [B, M] tokens.
         mask
-            [B, M] false at padding.
+            [B, M] a mask that is false at padding.
 
         Returns
         -------
@@ -752,7 +753,7 @@ class SimpleLoopedModel(LoopedModel):
         hidden
             [B, M, D] hidden states.
         mask
-            [B, M] false at padding.
+            [B, M] a mask that is false at padding.
 
         Returns
         -------

@@ -78,7 +78,7 @@ def loop(
     out
         The folder of the looped checkpoint.
     prelude
-        The number of layers at the beginning, which run once.
+        The number of layers at the beginning of the model, which run once.
     core
         The number of layers after the prelude, which run in every loop. The remaining layers run at every exit.
     loops

@@ -83,8 +83,8 @@ _OF_ANY_MODEL = ("loops", "block_size", "gate")
 class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
     """Describe the model that a run trains: LoopScope's looped Transformer, or a custom class.
 
-    A custom class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments. If there is a gate,
-    the class also takes `gate`.
+    A custom class takes `vocab_size`, `block_size`, `loops` and its options as keyword arguments. For a model with a
+    gate, the class also takes `gate`.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class ModelSettings(TransformerSettings, frozen=True, kw_only=True):
     options
         Keyword arguments of the custom class.
     source_sha256
-        The hash of the module with the custom class; LoopScope fills it in when the run begins.
+        The hash of the module with the custom class; LoopScope adds this hash when the run begins.
     """
 
     name: str | UnsetType = UNSET

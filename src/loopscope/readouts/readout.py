@@ -52,23 +52,23 @@ NOT_LIVE = ("correct", None)
 class Readout:
     """Define a signal, and whether an example exits above or below a threshold.
 
-    The same step runs over a recording and in the engine, so a replay and a live run make the same decisions. Rows must
-    not influence each other. Without `reads` and `step`, the signal must come with the recording; then LoopScope can
-    replay the readout, but not run it live.
+    LoopScope runs the same step on recordings and in the engine, so a replay and a live run make the same decisions.
+    The step must compute each row independently of all other rows. Without `reads` and `step`, the signal must come
+    with the recording; then LoopScope can replay the readout, but not run it live.
 
     Parameters
     ----------
     name
         The readout's name, of letters, digits, `_`, `.` and `-`.
     exits
-        "above" or "below": the side of the threshold on which an example exits. An example also exits if its value
+        "above" or "below": the side of the threshold on which an example exits. An example also exits if its signal
         equals the threshold.
     reads
         The input of the step: "logits" [N, V], "hidden" [N, D], "gate_logits" [N] or "predictions" [N].
     step
         `step(now)` returns the signal [N]. `step(now, state)` returns the signal and the state for the next loop. The
-        state is a tuple of arrays with one entry per row; at loop 1 it is None. The signal is NaN if it has no value
-        yet.
+        state is a tuple of arrays with one entry per row; at loop 1 it is None. At loops where the signal has no value
+        yet, it is NaN.
     takes
         The kind of the threshold: a value of the signal ("threshold", the default), a loop ("depth"), or "nothing".
 
@@ -218,8 +218,8 @@ READOUTS: dict[str, Readout] = {
         Readout("oracle", "above", "correct", identity_step, takes="nothing"),
     )
 }
-"""Every readout that is known by name, also those that were registered. An example exits at the first loop whose signal
-is above or below the threshold (or meets it), and at loop T if there is none."""
+"""All readouts by name, built-in or registered. An example exits at the first loop where the signal is above or below
+the threshold, or equals the threshold. If no loop meets the rule, the example exits at loop T."""
 
 
 def _without_its_stopper(now: Array) -> Array:
@@ -246,12 +246,12 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
     Returns
     -------
     Callable
-        The decorator; it turns the step into a `Readout`.
+        The decorator, which turns the step into a `Readout`.
 
     Raises
     ------
     UserError
-        If another readout has this name.
+        If a different readout has this name.
 
     Examples
     --------
@@ -265,22 +265,22 @@ def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) ->
 
 
 def register_readout(new: Readout) -> Readout:
-    """Register a readout, so that you can use it by name.
+    """Register a readout, so that you can use the readout by its name.
 
     Parameters
     ----------
     new
-        The readout.
+        The readout to register.
 
     Returns
     -------
     Readout
-        The same readout.
+        The registered readout.
 
     Raises
     ------
     UserError
-        If another readout has this name.
+        If a different readout has this name.
 
     Examples
     --------

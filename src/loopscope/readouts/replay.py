@@ -30,14 +30,14 @@ _RECORDED_ROUNDING = 1e-4
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
-    """Read a signal of a recording: as recorded, or computed once from other arrays.
+    """Read a signal that a recording holds, or compute the signal from other arrays of the recording.
 
     Parameters
     ----------
     name
         The name of a readout or a recorded signal.
     trajectory
-        The recording.
+        The recording to read.
 
     Returns
     -------

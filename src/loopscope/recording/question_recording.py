@@ -83,8 +83,8 @@ def record_benchmark(
 ) -> Trajectory:
     """Record every loop of a model on the questions of a benchmark, in one pass.
 
-    If an identical recording exists, the function returns it. If a recording was interrupted, the function continues
-    it.
+    If an identical recording exists, the function returns this recording. If a recording was interrupted, the function
+    continues the recording.
 
     Parameters
     ----------
@@ -109,9 +109,9 @@ def record_benchmark(
     mean
         Whether to average the gate and the state over the tokens of the choices (default: no).
     device, dtype
-        As in `load_model`.
+        The device and the precision of the model, as in `load_model`.
     batch_tokens
-        The number of tokens that run together (default: 8192).
+        The number of tokens per batch (default: 8192).
     progress
         A function that LoopScope calls with the number of finished questions, the number of all questions, and a note.
 

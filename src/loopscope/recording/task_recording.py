@@ -123,7 +123,7 @@ def record_model(
     labels
         [N] the right classes (default: none).
     difficulty
-        [N] one number per example, such as its difficulty; reports split tables by it (default: none).
+        [N] one number per example, such as its difficulty; reports group their tables by this number (default: none).
     split
         "train", "validation", "test" or "extrapolation" (default: none).
     keep

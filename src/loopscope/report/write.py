@@ -46,7 +46,8 @@ def report(
     reference
         The name of the model whose trajectory you compare with (default: none).
     targets
-        Target accuracies at which the report compares depths (default: 1 point below the full-depth accuracy).
+        The target accuracies at which the report compares depths (default: 1 percentage point below the full-depth
+        accuracy).
     policies
         Calibrated policies to show, by the name of the model.
     style

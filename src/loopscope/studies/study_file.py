@@ -73,8 +73,8 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     objective
-        Further objectives: built-in names, or custom functions as module:function. Custom functions have neither prior
-        nor beta.
+        Objectives to train with (default: the objective that `gate` and `prior` determine): built-in names, or custom
+        functions as module:function. Custom functions have neither prior nor beta.
     gate
         Gates: "none", "linear", "mlp".
     prior
@@ -86,15 +86,15 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     gate_gradient
         Shares of the gate's gradient that reach the trunk, only for runs with a gate.
     seed
-        Random seeds.
+        Random seeds of the runs.
     set
-        Changes of settings as a.b=c; they apply after those of the part.
+        Changes of settings as a.b=c, applied after the changes of the part.
     fit
-        Whether to fit the gates of the part to the trajectories of these runs.
+        Whether to fit the gates of the part to the trajectories of the listed runs.
     extrapolate
-        Whether to also record examples that are harder than those of training.
+        Whether to also record examples that are harder than the training examples.
     name
-        The name of a single run (default: made from its settings).
+        The name of the run, if the lists describe a single run (default: made from its settings).
     """
 
     objective: tuple[str, ...] = ()
@@ -140,9 +140,9 @@ class Gates(Settings, frozen=True, kw_only=True):
     objective
         Objectives of the gates.
     pairing
-        The step that `utility` judges, as in the settings of a fitted gate.
+        The step that the objective `utility` judges, as in the settings of a fitted gate.
     examples
-        The number of examples of the train split to fit to (default: all).
+        The number of examples of the train split to which the gates are fitted (default: all).
     steps
         The number of optimizer steps.
     """
@@ -180,15 +180,15 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     settings
         A preset, or a TOML file in the folder of the study's file.
     name
-        The prefix of the names of its runs (default: the task).
+        The prefix of the names of the part's runs (default: the task).
     set
         Changes of settings as a.b=c.
     unseen
         Whether to count only examples that are not in the training data.
     reference
-        The run whose trajectory the other runs are compared with, always at the same seed.
+        The run with whose trajectory the report compares the other runs of the same seed.
     latency
-        The runs whose exits are timed, at every seed.
+        The runs whose exits LoopScope times, at every seed.
     runs
         The tables `[[parts.runs]]`.
     gates
@@ -220,7 +220,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     models
-        Folders, relative to the folder in which the command runs, or names on the Hub.
+        Folders of checkpoints (relative to the working folder), or names on the Hub.
     benchmarks
         Names of benchmarks.
     data
@@ -238,9 +238,9 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     guarantees
         Tables of guarantees to calibrate for every model on every benchmark.
     latency
-        The benchmarks on which exits are timed.
+        The benchmarks on which LoopScope times exits.
     timed
-        The number of questions to time on each of these benchmarks.
+        The number of questions to time on each benchmark of `latency`.
     """
 
     models: Some[str]
@@ -279,7 +279,8 @@ class Study(Settings, frozen=True, kw_only=True):
     title
         The title of the study.
     targets
-        Target accuracies at which the report compares depths (default: 1 point below each model's full-depth accuracy).
+        The target accuracies at which the report compares depths (default: 1 percentage point below each model's
+        full-depth accuracy).
     products
         Names of products of the report (tables and figures), or of groups of them.
     parts
@@ -287,7 +288,7 @@ class Study(Settings, frozen=True, kw_only=True):
     checkpoints
         The tables `[[checkpoints]]`.
     transfer
-        Names or patterns of runs, such as `mano-*-s0`; the exit rules of each run are replayed on the others.
+        Names or patterns of runs, such as `mano-*-s0`; LoopScope replays the exit rules of each run on the other runs.
     """
 
     title: str

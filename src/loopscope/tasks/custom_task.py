@@ -32,11 +32,11 @@ class CustomTask(Splits, frozen=True, kw_only=True):
     Parameters
     ----------
     name
-        The class, as module:Class.
+        The class of the custom task, as module:Class.
     options
-        The settings of the class.
+        The settings of the custom task.
     source_sha256
-        The hash of the module with the class; LoopScope fills it in when the run begins.
+        The hash of the module with the class; LoopScope adds this hash when the run begins.
     """
 
     name: str

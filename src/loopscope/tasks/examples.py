@@ -20,7 +20,7 @@ class Draws:
     Parameters
     ----------
     seed
-        The seed.
+        The random seed.
     stream
         The stream (default: 0); a training run has one stream per batch.
 
@@ -51,7 +51,7 @@ class Draws:
         return ((raw * bounds.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
 
     def permutation(self, size: int) -> Integers:
-        """Draw a random order.
+        """Draw a random order of numbers.
 
         Parameters
         ----------

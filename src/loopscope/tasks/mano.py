@@ -27,7 +27,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     operators
         The operators, each as one character.
     max_operations
-        The maximum number of operations; their number is the difficulty.
+        The maximum number of operations; the number of operations is the difficulty.
     train_examples
         The number of stored training examples; 0 draws new examples at every step.
     """

@@ -38,7 +38,7 @@ class HopInduction(Task, frozen=True, kw_only=True, tag="hop-induction"):
     letters
         The number of letters in a text.
     max_hops
-        The maximum number of hops; their number is the difficulty.
+        The maximum number of hops; the number of hops is the difficulty.
     """
 
     alphabet: Annotated[int, msgspec.Meta(ge=3, le=26)] = 4
@@ -136,10 +136,10 @@ def _texts_with_hops(alphabet: int, letters: int) -> tuple[int, ...]:
 class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     """Find the end of a node's path in a graph that consists of several paths.
 
-    An input lists the next node of every node, in the order of their names; the last node of a path leads to itself.
-    Then the input names the node that begins the path. This path has `difficulty` edges, and the other paths share the
-    remaining edges. There are always `nodes - paths` edges, so neither the length of the input nor the number of edges
-    reveals the difficulty.
+    An input lists the next node of every node, in the order of the nodes' names; the last node of a path leads to
+    itself. Then the input names the node that begins the path. This path has `difficulty` edges, and the other paths
+    share the remaining edges. There are always `nodes - paths` edges, so neither the length of the input nor the number
+    of edges reveals the difficulty.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class Reachability(Task, frozen=True, kw_only=True, tag="reachability"):
     paths
         The number of paths in the graph.
     max_edges
-        The maximum number of edges on the path; their number is the difficulty.
+        The maximum number of edges on the path; the number of edges is the difficulty.
     """
 
     nodes: Annotated[int, msgspec.Meta(ge=3, le=26)] = 10

@@ -22,7 +22,7 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
     Parameters
     ----------
     max_bits
-        The maximum number of bits; their number is the difficulty.
+        The maximum number of bits; the number of bits is the difficulty.
     train_examples
         The number of stored training examples; 0 draws new examples at every step.
     """
@@ -64,7 +64,7 @@ class StateTracking(Task, frozen=True, kw_only=True, tag="state-tracking"):
     letters
         The number of letters that are permuted.
     max_factors
-        The maximum number of factors; their number is the difficulty.
+        The maximum number of factors; the number of factors is the difficulty.
     """
 
     letters: Annotated[int, msgspec.Meta(ge=2, le=5)] = 5

@@ -53,7 +53,7 @@ class Splits(Settings, frozen=True, kw_only=True):
     extrapolation_seed
         The seed of the extrapolation split.
     disjoint
-        Whether the splits share no input.
+        Whether no input occurs in two splits.
     """
 
     train_examples: StoredOrOnline = 0
@@ -69,16 +69,17 @@ class Splits(Settings, frozen=True, kw_only=True):
 class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     """Generate examples of known difficulty; the fields of the class are the settings of the task.
 
-    A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. The other methods have defaults.
+    A custom task defines `symbols`, `levels`, `length`, `draw_inputs` and `answers`. All other methods of a task have
+    defaults.
 
     Parameters
     ----------
     train_examples, validation_examples, test_examples
         Sizes of the splits; if `train_examples` is 0, every training step draws new examples.
     train_seed, validation_seed, test_seed, extrapolation_seed
-        Seeds of the splits.
+        The seeds of the splits.
     disjoint
-        Whether the splits share no input (default: no).
+        Whether no input occurs in two splits (default: no).
 
     Examples
     --------
@@ -106,7 +107,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def levels(self) -> range:
-        """Return the difficulties of training, validation and test."""
+        """Return the difficulties of the training, validation and test splits."""
 
     @abstractmethod
     def length(self, difficulty: Any) -> Any:
@@ -115,7 +116,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         difficulty
-            A difficulty, or [N] difficulties.
+            One difficulty, or [N] difficulties.
 
         Returns
         -------
@@ -130,9 +131,9 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         draws
-            Random draws.
+            The source of random draws.
         difficulty
-            [N] difficulties.
+            [N] the difficulties of the examples.
 
         Returns
         -------
@@ -158,19 +159,19 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         """
 
     def difficulties(self, tokens: Integers, lengths: Integers) -> Integers:
-        """Compute the difficulty of examples; by default, it follows from their lengths.
+        """Compute the difficulty of examples; by default, the length of an example determines its difficulty.
 
         Parameters
         ----------
         tokens
-            [N, M] rows.
+            [N, M] rows of tokens.
         lengths
             [N] the length of each row.
 
         Returns
         -------
         NDArray[np.int64]
-            [N] difficulties.
+            [N] the difficulties of the examples.
         """
         difficulty: Integers = (lengths - self.length(0)) // (self.length(1) - self.length(0))
         return difficulty
@@ -186,18 +187,18 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         difficulty
-            A difficulty.
+            A difficulty of the task.
 
         Returns
         -------
         int
-            The number of distinct inputs of this difficulty, or a smaller number.
+            The number of distinct inputs of the given difficulty, or a smaller number.
         """
         return int(len(self.symbols) ** (self.length(difficulty) - 2))
 
     @property
     def input_form(self) -> str:
-        """Describe an input in words."""
+        """Return a description of an input, for error messages."""
         return f"an input of the task {type(self).__name__}"
 
     def is_input(self, row: list[int]) -> bool:
@@ -231,9 +232,9 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         draws
-            Random draws.
+            The source of random draws.
         difficulty
-            [N] difficulties.
+            [N] the difficulties of the examples.
 
         Returns
         -------
@@ -249,7 +250,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Parameters
         ----------
         examples
-            Examples of this task.
+            Examples of the task.
 
         Returns
         -------
@@ -261,7 +262,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         return [self.separator.join(map(symbols.__getitem__, row[1 : length - 1])) for row, length in rows]
 
     def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        """Read examples that `text` wrote.
+        """Read examples from texts in the format of `text`.
 
         Parameters
         ----------
@@ -278,7 +279,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If a text is not a valid input, or if it is too long.
+            If a text is not a valid input, or if a text is too long.
         """
         numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
         rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
@@ -331,7 +332,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         size
             The number of examples to take from the beginning of the split (default: all).
         levels
-            The difficulties (default: those of training); extrapolation needs this parameter.
+            The difficulties (default: the difficulties in training); extrapolation needs this parameter.
 
         Returns
         -------
@@ -341,7 +342,7 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         Raises
         ------
         UserError
-            If the split has fewer examples, or if it has no such difficulty.
+            If the split has fewer examples than requested, or lacks a requested difficulty.
         """
         check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
@@ -372,14 +373,14 @@ class Task(Splits, frozen=True, kw_only=True, tag_field="name"):
         seed
             The seed of the run.
         step
-            The step.
+            The number of the training step.
         size
-            The number of examples.
+            The number of examples in the batch.
 
         Returns
         -------
         Examples
-            The examples; over successive steps, they are balanced over difficulties.
+            The examples of the batch; successive batches together are balanced over difficulties.
         """
         draws = Draws(self.train_seed, (seed << 32) + step)
         difficulty = np.asarray(self.levels)[(step * size + np.arange(size)) % len(self.levels)]

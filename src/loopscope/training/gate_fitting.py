@@ -60,7 +60,7 @@ class GateSettings(Settings, frozen=True, kw_only=True):
     batch_size
         The number of examples per step.
     learning_rate
-        The learning rate.
+        The learning rate of the optimizer.
     seed
         The random seed.
     """
@@ -131,12 +131,12 @@ def fit_gate(
     Returns
     -------
     FittedGate
-        The gate. `attach` makes it a readout `gate:NAME`.
+        The fitted gate. `attach` adds the gate to a recording as the readout `gate:NAME`.
 
     Raises
     ------
     UserError
-        If the recording has no hidden states, or if it is for evaluation.
+        If the recording has no hidden states, or is for evaluation.
 
     Examples
     --------

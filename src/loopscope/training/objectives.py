@@ -57,7 +57,7 @@ class LoopLosses:
     step
         The training step, from 0.
     detached_gate_logits
-        The same halt logits, but with gradients that reach only the gate, not the trunk.
+        [T, B] the halt logits of the gate, with gradients that reach only the gate, not the trunk.
     steps
         The total number of steps of the run.
 

@@ -96,7 +96,7 @@ class Objective(Settings, frozen=True, kw_only=True):
     """Describe the loss that training minimises; `training/objectives.py` computes it.
 
     LoopScope replaces a `gate_channels` objective by `learned_gate` if both shares are 1, and by `decoupled_gate` if
-    both are 0. So equal runs have the same address.
+    both are 0. Equal runs therefore have the same address in a store.
 
     Parameters
     ----------
@@ -118,9 +118,9 @@ class Objective(Settings, frozen=True, kw_only=True):
     options
         Keyword arguments of a custom function.
     source_sha256
-        The hash of the module with the custom function; LoopScope fills it in when the run begins.
+        The hash of the module with the custom function; LoopScope adds this hash when the run begins.
     prior_sha256
-        The hash of a custom prior's module; LoopScope fills it in when the run begins.
+        The hash of a custom prior's module; LoopScope adds this hash when the run begins.
     """
 
     name: str = "fixed_prior"
@@ -190,7 +190,7 @@ class Objective(Settings, frozen=True, kw_only=True):
 
 
 class Training(Settings, frozen=True, kw_only=True):
-    """Set how a model is trained; the defaults are those of the paper.
+    """Set how a model is trained; the defaults are the settings of the paper.
 
     Parameters
     ----------
@@ -227,9 +227,9 @@ class Training(Settings, frozen=True, kw_only=True):
     validation_sample
         The number of validation examples on which each validation runs.
     accumulate
-        The number of parts into which a batch is divided; they run one after the other (default: 1).
+        The number of parts into which a batch is divided; the parts run one after another (default: 1).
     checkpointing
-        Whether loops run again in the backward pass, which saves memory (default: no).
+        Whether the backward pass runs the loops again, which saves memory (default: no).
     """
 
     steps: Count = 40_000
@@ -376,7 +376,7 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
     vocab_size
         The number of tokens of the new tokenizer.
     context
-        The number of tokens per window.
+        The number of tokens per window of text.
     objective
         The table `[objective]`.
     training
@@ -402,7 +402,7 @@ class Adapters(Settings, frozen=True, kw_only=True):
     rank
         The rank of each adapter.
     alpha
-        The scale of each adapter; LoopScope divides it by the rank.
+        The scale of each adapter; LoopScope divides this scale by the rank.
     """
 
     rank: Count = 16
@@ -415,12 +415,11 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
     Parameters
     ----------
     context
-        The number of tokens per window.
+        The number of tokens per window of text.
     targets
         The targets of each loop: the next tokens of the "text", or the logits of a "teacher".
     teacher_loops
-        The loop of the teacher whose logits are the targets. At loop 1, a looped Llama is the model that it was made
-        from.
+        The loop of the teacher whose logits are the targets. At loop 1, a looped Llama is the original Llama.
     objective
         The table `[objective]`.
     adapters

@@ -67,7 +67,8 @@ def train(
     overrides
         Changes of settings, such as `["training.steps=300"]`.
     objective
-        A custom function of `LoopLosses`, or "module:function" (default: the objective of the settings).
+        A custom function that takes a `LoopLosses` object, or its name "module:function" (default: the objective of the
+        settings).
     options
         Keyword arguments of a custom objective.
 
