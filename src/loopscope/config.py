@@ -51,6 +51,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Base of every settings struct."""
 
 
+def require_values(*rules: tuple[object, str]) -> None:
+    """Reject a configuration with the message of the first rule that does not hold."""
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read the tables of a TOML file."""
     text = read_text(path, "TOML file", _MAX_TOML_BYTES)

@@ -18,7 +18,7 @@ from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.recording_paths import find_recordings
 from loopscope.scope import CacheMode, Scope
-from loopscope.training.run_folder import task_of_run
+from loopscope.training.run_folder import run_weights, task_of_run
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         task_of_run(run, inputs.finished_run(run, options.with_model), options.with_task)
         find_recordings(run)
     inputs.check_readouts(*options.readout)
-    policies = inputs.policies_by_model(
-        options.policy, [inputs.run_weights(run) for run in options.runs], options.any_model
-    )
+    policies = inputs.policies_by_model(options.policy, [run_weights(run) for run in options.runs], options.any_model)
     for run, own in zip(options.runs, policies, strict=True):
         for policy in own:
             inputs.check_runs_on(policy, run)

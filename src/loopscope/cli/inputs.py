@@ -27,7 +27,7 @@ from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, 
 from loopscope.readouts.signals import FITTED_GATE, STOPPER
 from loopscope.recording_paths import holds_recordings, run_of_recordings
 from loopscope.scope import Scope
-from loopscope.training.run_folder import read_run_settings
+from loopscope.training.run_folder import read_run_settings, run_weights
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 from loopscope.user_code import is_user_name
@@ -203,12 +203,6 @@ def check_runnable(policy: ExitPolicy, num_loops: int, here: Scope, weights: str
 def check_runs_on(policy: ExitPolicy, run: Path, loops: int | None = None) -> None:
     """Reject a policy that the finished run in a folder cannot run with, at its depth or at `loops`."""
     check_runnable(policy, loops or read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
-
-
-def run_weights(run: Path) -> str:
-    """The identity of a finished run's model, from its file and without PyTorch."""
-    checkpoint_folder.check_hashes(run)
-    return checkpoint_folder.known_sha256(run.resolve() / WEIGHTS)
 
 
 def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:

@@ -13,12 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
+from loopscope.config import (
+    Epsilon,
+    Layers,
+    Positions,
+    Positive,
+    RotaryBase,
+    Vocabulary,
+    Width,
+    digest,
+    plain,
+    require_values,
+)
 from loopscope.errors import UserError
 from loopscope.models.attention import Llama3Scaling, Rotary, cached_attention
 from loopscope.models.linear import Linear
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 RopeType = Literal["default", "llama3"]

@@ -18,12 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, require_values
 from loopscope.models.attention import Rotary, cached_attention
 from loopscope.models.decoder_layers import Linear, NetworkConfig, run_layers
 from loopscope.models.device import upload
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState
-from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 

@@ -23,11 +23,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from torch import Tensor, nn
 
-from loopscope.config import Layers, Loops, Settings, plain
+from loopscope.config import Layers, Loops, Settings, plain, require_values
 from loopscope.models.checkpoint_folder import Source
 from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, run_layers
 from loopscope.models.looped_model import InjectedState, LoopState, initial_loop_state
-from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]

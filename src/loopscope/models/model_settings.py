@@ -5,18 +5,11 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from loopscope.config import Layers, Loops, Option, Positions, Settings, Width, digest, plain
+from loopscope.config import Layers, Loops, Option, Positions, Settings, Width, digest, plain, require_values
 from loopscope.errors import UserError
 from loopscope.user_code import is_user_name
 
 GateKind = Literal["none", "linear", "mlp"]
-
-
-def require_values(*rules: tuple[object, str]) -> None:
-    """Reject a configuration with the message of the first rule that does not hold."""
-    for holds, message in rules:
-        if not holds:
-            raise ValueError(message)
 
 
 class TransformerSettings(Settings, frozen=True, kw_only=True):

@@ -10,10 +10,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from loopscope.config import Loops, Width
+from loopscope.config import Loops, Width, require_values
 from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, run_layers
 from loopscope.models.looped_model import LoopState, initial_loop_state
-from loopscope.models.model_settings import require_values
 from loopscope.models.packing import Layout
 
 EARLY_EXIT = (

@@ -19,11 +19,11 @@ import msgspec
 from loopscope.analysis.results import architecture_words
 from loopscope.artifacts import sha256
 from loopscope.certify.risk_target import AUTO, RiskTarget
-from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
+from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml, require_values
 from loopscope.errors import UserError, did_you_mean
 from loopscope.files import is_file, is_folder, no_folder, no_such_toml
 from loopscope.models.checkpoint_folder import CONFIG, require_config, weight_files
-from loopscope.models.model_settings import GateKind, require_values
+from loopscope.models.model_settings import GateKind
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import needs_labels
 from loopscope.training.settings import (

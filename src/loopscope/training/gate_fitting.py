@@ -18,14 +18,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loopscope.artifacts import artifact_folder
-from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
+from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain, require_values
 from loopscope.errors import UserError
 from loopscope.files import BESIDE
 from loopscope.leaks import check_gate_data, fitting_data
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
 from loopscope.models.checkpoint_folder import GENERATION, HASHES, POLICY, beside_weights, weight_files
-from loopscope.models.model_settings import require_values
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws

@@ -27,7 +27,14 @@ from loopscope.files import (
     room_for,
     write_bytes,
 )
-from loopscope.models.checkpoint_folder import CONFIG, is_of_task, read_checkpoint_config
+from loopscope.models.checkpoint_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_hashes,
+    is_of_task,
+    known_sha256,
+    read_checkpoint_config,
+)
 from loopscope.tasks import Task, examples_sha256
 from loopscope.training.settings import CustomTaskSettings, RunSettings, build_run_settings, with_sources
 
@@ -188,6 +195,12 @@ def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[
     except _NO_METRICS:
         raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.") from None
     return entries
+
+
+def run_weights(run: Path) -> str:
+    """The identity of a finished run's model, from its file and without PyTorch."""
+    check_hashes(run)
+    return known_sha256(run.resolve() / WEIGHTS)
 
 
 def logged_steps(folder: Path) -> int:

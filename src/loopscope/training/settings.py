@@ -33,11 +33,12 @@ from loopscope.config import (
     build,
     plain,
     read_toml,
+    require_values,
     with_overrides,
 )
 from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.model_settings import ModelSettings, require_values
+from loopscope.models.model_settings import ModelSettings
 from loopscope.models.tokenizer import END
 from loopscope.tasks import BuiltInTask, CustomTask, Task, load_task, with_task_source
 from loopscope.user_code import is_user_name, source_sha256
