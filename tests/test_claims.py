@@ -47,7 +47,7 @@ VERDICTS = [
         "D@95 = D@98 of the own gate in 8 of 20",
         "This happens for 8 of our 20 jointly trained gates",
     ),
-    ("mano: what looks odd", "that reaches 0.99: 3.50 ± 0.71 (2 of 3)", "the fixed depth 3.50 ± 0.71 (2 of 3) at 99 %"),
+    ("mano: what looks odd", "that reaches 0.99: 3.50 ± 0.71 (2 of 3)", "need a fixed depth of 3.50 ± 0.71"),
 ]
 
 

@@ -590,7 +590,7 @@ class LoopedModel(nn.Module):
         Returns
         -------
         tuple[Tensor, Tensor]
-            `pooled` and `head_input`, both in the shape of `pooled`.
+            `pooled` and `head_input`, of the same shape.
         """
         pooled = self.pooled(state, positions)
         return pooled, self.head_input(state, positions) if self.head_attends else pooled

@@ -282,7 +282,7 @@ class Study(Settings, frozen=True, kw_only=True):
         The target accuracies at which the report compares depths (default: 1 percentage point below each model's
         full-depth accuracy).
     products
-        Names of products of the report (tables and figures), or of groups of them.
+        Names of tables and figures of the report, or names of groups of tables and figures.
     parts
         The tables `[[parts]]`.
     checkpoints
