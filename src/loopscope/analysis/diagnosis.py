@@ -150,7 +150,7 @@ class Diagnosis(Tabular):
 
     @property
     def target_sentence(self) -> str:
-        """Describe the target, and the accuracy of the gaps if that is below the target; empty without a verdict."""
+        """Describe the target, and the accuracy at which gaps are read if it is lower; empty without a verdict."""
         if self.verdict == NO_VERDICT:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
