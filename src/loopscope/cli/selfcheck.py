@@ -6,9 +6,9 @@ loopscope selfcheck MODEL --text my.txt --json
 loopscope selfcheck MODEL --only cache --only replay
 
 LoopScope checks that the model keeps its contract (docs/how-to/your-model.md). It also compares low precision
-with float32, batches with single rows, cached with uncached runs, and replays with live runs. The last check measures the
-speed-up of running fewer loops. If any check fails, the exit code is 1. A check of a low precision can fail only for
-the precision of --dtype.
+with float32, batches with single rows, cached with uncached runs, and replays with live runs. The last check measures
+the speed-up of running fewer loops. If any check fails, the exit code is 1. A check of a low precision can fail only
+for the precision of --dtype.
 """
 
 import argparse
