@@ -116,6 +116,21 @@ def _seed(number: int) -> Callable[[World], None]:
     return make
 
 
+def _own(world: World) -> None:
+    """A run of a custom model, which a module in the current folder defines."""
+    world.make("my_model.py")
+    of_others = [change for change in world.trained[1::2] if not change.startswith("model.")]
+    own = ("model=my_model:Net", "model.loops=4", *of_others)
+    done("train", "demo", "--out", "runs/own", *(word for change in own for word in ("--set", change)))
+
+
+def _paper(world: World) -> None:
+    """A run of the paper's task, whose inputs may be longer than those of the demo."""
+    steps = ("training.steps=2", "training.batch_size=8", "training.warmup_steps=1")
+    small = ("training.bf16=false", "task.train_examples=1000", "model.layers=1", *steps)
+    done("train", "paper", "--out", "runs/paper", *(word for change in small for word in ("--set", change)))
+
+
 def _recording(out: str, file: str, *more: object) -> Callable[[World], None]:
     def make(world: World) -> None:
         world.make("MODEL")
@@ -162,13 +177,15 @@ _python = re.findall(
 MADE: dict[str, Callable[[World], None]] = {
     "runs/demo": lambda world: done("demo", "--out", "runs/demo", "--workers", 2, *world.trained),
     "runs/mine": _mine,
+    "runs/paper": _paper,
+    "runs/own": _own,
     "runs/seed-0": _seed(0),
     "runs/seed-1": _seed(1),
     "gates/linear": _gate("linear", "linear"),
     "gates/price": _gate("induction", "price"),
     "gates/ouro": _gate("linear", "ouro", "rec/train"),
     "rec/mine": _recording("rec/mine", "mine.txt"),
-    "rec/test": _recording("rec/test", "other.txt"),
+    "rec/test": _recording("rec/test", "other.txt", "--split", "test"),
     "rec/train": _recording("rec/train", "train.txt", "--split", "train", "--hidden"),
     "LIVE": _live,
     **dict(_model(name, lambda folder: write_ouro(folder, byte_pairs())) for name in MODELS),
@@ -190,6 +207,7 @@ MADE: dict[str, Callable[[World], None]] = {
             _file("questions.jsonl", '{"question": "1 and 1?", "answer": "2"}\n' * 3),
             _file("my_task.yaml", json.dumps(_TASK)),
             _file("heal.toml", _HEAL),
+            _file("my_model.py", f"{(ROOT / 'examples' / 'my_model.py').read_text()}\n\nclass Net(LoopedGRU): ...\n"),
             _file("my.toml", (ROOT / "src" / "loopscope" / "presets" / "demo.toml").read_text()),
             _file("my_losses.py", next(block for block in _python if "def improving" in block)),
         )

@@ -92,11 +92,13 @@ def smaller(words: list[str], world: World) -> list[str]:
         case ["generate", *_]:
             return [*words, "--max-new-tokens", "3"]
         case ["harness", *_]:
-            return [*words, "--data", str(DATA), "--limit", "4"]
+            return [*words, "--limit", "4", *([] if "my_task.yaml" in words else ["--data", str(DATA)])]
+        case ["bench", "generation", *_]:
+            return [*words, "--rounds", "1", "--prompts", "2", "--prompt-tokens", "8", "--new-tokens", "4"]
         case ["bench", *_]:
             return [*words, "--rounds", "1"]
         case ["selfcheck", *_]:
-            return [*words, "--rounds", "1"]
+            return [*words, "--rounds", "9"]
     return words
 
 
@@ -144,6 +146,10 @@ class Page:
         for word in words:
             if word != out:
                 self.world.supply(word)
+            if word == "my_task.yaml":
+                self.world.supply("questions.jsonl")
+            if word.startswith("my_model:"):
+                self.world.supply("my_model.py")
         if words[:2] == ["record", "task"]:
             shutil.rmtree(Path(words[2], "recordings", words[words.index("--split") + 1]), ignore_errors=True)
         if words[0] == "calibrate":

@@ -12,6 +12,7 @@ from tiny_language import write_outspoken
 
 import loopscope as ls
 from loopscope.cli import main
+from loopscope.config import to_json
 from loopscope.integrations.lm_eval.evaluation import evaluate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 from loopscope.questions import BENCHMARKS
@@ -84,6 +85,7 @@ def test_a_task_that_generates_by_its_definition(checkpoint: Path, tmp_path: Pat
     assert found.results["made_up"]["exact_match,none"] == 0
     assert 2 <= found.loops["made_up"].decisions <= 10
     assert 1 <= found.loops["made_up"].average_loops <= 3
+    assert json.loads(to_json(found))["results"]["made_up"]["exact_match,none"] == 0
 
 
 def test_lm_eval_knows_the_model_by_its_name(checkpoint: Path) -> None:

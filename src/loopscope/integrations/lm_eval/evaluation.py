@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from lm_eval import evaluator, tasks as lm_eval_tasks
 from lm_eval.api.group import AggMetricConfig, Group
 from lm_eval.tasks import TaskManager
@@ -70,13 +71,19 @@ def evaluate(
     return Evaluation(
         model=model.get_model_info(),
         results={
-            name: {k: v for k, v in found.items() if k != "alias"} for name, found in evaluated["results"].items()
+            name: {metric: _as_python(value) for metric, value in found.items() if metric != "alias"}
+            for name, found in evaluated["results"].items()
         },
         shots=evaluated["n-shot"],
         samples=evaluated["n-samples"],
         versions=evaluated["versions"],
         loops={name: LoopUsage(count, total / count) for name, (count, total) in model.used.items()},
     )
+
+
+def _as_python(value: Any) -> Any:
+    """A metric of lm_eval as a number of Python: some metrics are scalars of NumPy, which JSON does not take."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @contextmanager
