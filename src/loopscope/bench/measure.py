@@ -39,15 +39,17 @@ def interleaved(
 ) -> tuple[dict[str, Seconds], Machine]:
     """The seconds of every way in every round, with the machine's own speed in the same rounds.
 
+    Every round begins with another way: the first one after the matrix products finds cold caches.
     `weights`, some of the model that is benched, say on which device and in which precision (default: float32 here).
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates = []
     device, dtype = (_CPU, torch.float32) if weights is None else (weights.device, weights.dtype)
-    total = (rounds + 1) * len(ways)
+    order, total = [*ways.items()], (rounds + 1) * len(ways)
     for turn in range(rounds + 1):  # the first one warms up
         rate = matmul_rate(width, device, dtype)
-        for index, (name, way) in enumerate(ways.items()):
+        for index in range(len(order)):
+            name, way = order[(turn + index) % len(order)]
             elapsed = timed(way, device)
             progress(turn * len(ways) + index + 1, total, name)
             if turn:
