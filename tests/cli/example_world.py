@@ -67,7 +67,8 @@ class World:
 
     def __init__(self, folder: Path, trained: dict[str, int]) -> None:
         self.folder = folder
-        self.trained = [word for name, value in trained.items() for word in ("--set", f"{name}={value}")]
+        self.trained = _set(trained)
+        self.trained_custom = _set({name: value for name, value in trained.items() if not name.startswith("model.")})
 
     def make(self, name: str) -> None:
         with chdir(self.folder):
@@ -84,6 +85,10 @@ class World:
                 Path(name).parent.mkdir(parents=True, exist_ok=True)
                 copy = shutil.copytree if (self.folder / name).is_dir() else shutil.copyfile
                 copy(self.folder / name, name)
+
+
+def _set(settings: dict[str, int]) -> list[str]:
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
 
 
 def done(*words: object) -> None:
@@ -119,9 +124,8 @@ def _seed(number: int) -> Callable[[World], None]:
 def _own(world: World) -> None:
     """A run of a custom model, which a module in the current folder defines."""
     world.make("my_model.py")
-    of_others = [change for change in world.trained[1::2] if not change.startswith("model.")]
-    own = ("model=my_model:Net", "model.loops=4", *of_others)
-    done("train", "demo", "--out", "runs/own", *(word for change in own for word in ("--set", change)))
+    own = ("--set", "model=my_model:Net", "--set", "model.loops=4")
+    done("train", "demo", "--out", "runs/own", *own, *world.trained_custom)
 
 
 def _paper(world: World) -> None:

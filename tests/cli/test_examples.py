@@ -70,7 +70,8 @@ def smaller(words: list[str], world: World) -> list[str]:
     of_a_model = any(word in MODELS or word.startswith(("rec", "LIVE")) for word in words)
     match words:
         case ["train", *_]:
-            return [*words, *world.trained, *(["--set", "training.bf16=false"] if "paper" in words else [])]
+            sizes = world.trained_custom if "model=my_model" in " ".join(words) else world.trained
+            return [*words, *sizes, *(["--set", "training.bf16=false"] if "paper" in words else [])]
         case ["demo", *_]:
             return [*words, *world.trained]
         case ["pretrain", *_]:
