@@ -39,7 +39,7 @@ def interleaved(
 ) -> tuple[dict[str, Seconds], Machine]:
     """The seconds of every way in every round, with the machine's own speed in the same rounds.
 
-    Every round begins with another way: the first one after the matrix products finds cold caches.
+    Every round begins with another way: on small models, the first one after the matrix products was slower.
     `weights`, some of the model that is benched, say on which device and in which precision (default: float32 here).
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
